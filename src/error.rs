@@ -185,3 +185,20 @@ impl From<flashtile_metal::MetalError> for Error {
         }
     }
 }
+
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+impl From<flashtile_metal::DeviceError> for Error {
+    fn from(error: flashtile_metal::DeviceError) -> Self {
+        Self::Metal(flashtile_metal::SessionError::device(error))
+    }
+}
+
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+impl From<flashtile_metal::StoreError<flashtile_metal::DeviceError>> for Error {
+    fn from(error: flashtile_metal::StoreError<flashtile_metal::DeviceError>) -> Self {
+        match error.into_session() {
+            Ok(error) => error.into(),
+            Err(error) => Self::Cache(error),
+        }
+    }
+}

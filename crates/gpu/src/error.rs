@@ -27,7 +27,7 @@ pub enum SessionError<E> {
 
 impl<E> SessionError<E> {
     /// An error of the device.
-    pub(crate) const fn device(error: E) -> Self {
+    pub const fn device(error: E) -> Self {
         Self::Launch(LaunchError::Device(error))
     }
 }

@@ -269,6 +269,11 @@ impl Launches {
         std::iter::once(self.kernels.attend.instance()).chain(&self.kernels.merge).collect()
     }
 
+    /// The first kernel's name.
+    pub fn kernel(&self) -> &'static str {
+        self.kernels.attend.instance().kernel().name
+    }
+
     /// The name of the first kernel's instance.
     pub fn entry(&self) -> String {
         self.kernels.attend.instance().entry()

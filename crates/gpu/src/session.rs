@@ -12,6 +12,8 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
+#[cfg(doc)]
+use flashtile_kernel::Device;
 use flashtile_kernel::{DeviceMemory, HostAccess, Instance, LaunchError, ScalarType};
 use std::collections::HashMap;
 use std::fmt;
@@ -40,6 +42,8 @@ pub struct Session<D: HostAccess> {
     native: Option<Native>,
     /// Threads that a threadgroup of a kernel, by its entry point, may have, where that is known to be less than its plan has.
     thread_limits: HashMap<String, usize>,
+    /// [`Device::failures`] when the memory of plans was last known to hold what was written.
+    failures: u64,
     /// Most recently used first.
     plans: Vec<Kept<D::Memory>>,
 }
@@ -83,6 +87,13 @@ impl<M: DeviceMemory> Kept<M> {
     fn new<D: HostAccess<Memory = M>>(device: &D, problem: Problem, plan: Plan) -> Result<Self, D::Error> {
         let runs = Runs::new(Workspace::allocate(device, &plan)?);
         Ok(Self { problem, plan, runs, pages: None, table: None })
+    }
+
+    fn forget_written(&mut self) {
+        self.pages = None;
+        if let Some((entries, _)) = &mut self.table {
+            entries.clear();
+        }
     }
 
     /// Writes the numbers of the sequences, unless they are there. Sequences of a cache have one page each, or `pages` is empty.
@@ -148,7 +159,8 @@ impl<D: HostAccess> Session<D> {
     }
 
     fn with_planner(device: D, planner: Planner) -> Self {
-        Self { device, planner, native: None, thread_limits: HashMap::new(), plans: Vec::new() }
+        let failures = device.failures();
+        Self { device, planner, native: None, thread_limits: HashMap::new(), failures, plans: Vec::new() }
     }
 
     /// The same on a device that runs native code only: `find` knows it, and `missing` says why there is none of a problem.
@@ -269,6 +281,12 @@ impl<D: HostAccess> Session<D> {
 
     /// Makes what is kept of a description the first of the plans.
     fn select(&mut self, desc: &ProblemDesc) -> Result<(), SessionError<D::Error>> {
+        let failures = self.device.failures();
+        if failures != self.failures {
+            // Numbers and tables may not have reached the device.
+            self.plans.iter_mut().for_each(Kept::forget_written);
+            self.failures = failures;
+        }
         let at = match self.plans.iter().position(|kept| kept.problem.desc() == desc) {
             Some(at) => at,
             None => self.keep(desc.clone().validate()?)?,
@@ -288,9 +306,10 @@ impl<D: HostAccess> Session<D> {
                 Err(SessionError::Launch(LaunchError::Device(error))) => error,
                 other => return other,
             };
-            let entry = kept.plan.launches().entry();
-            let limit = D::thread_limit(&error).filter(|_| !self.thread_limits.contains_key(&entry));
-            let Some(limit) = limit else { return Err(SessionError::device(error)) };
+            let (entry, kernel) = (kept.plan.launches().entry(), kept.plan.launches().kernel());
+            let limit = D::thread_limit(&error).filter(|(of, _)| *of == kernel);
+            let limit = limit.filter(|_| !self.thread_limits.contains_key(&entry));
+            let Some((_, limit)) = limit else { return Err(SessionError::device(error)) };
             self.thread_limits.insert(entry, limit as usize);
             let problem = self.plans[0].problem.clone();
             let plan = self.planned(&problem)?;

@@ -26,11 +26,16 @@ pub trait Device {
     /// What the device reports; the contract has been checked.
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
 
-    /// Threads that a threadgroup may have at most, where an error says that a launch has more than its compiled kernel can. Nothing was
-    /// launched then, and a kernel of fewer threads may do.
+    /// The kernel and the threads that a threadgroup of it may have, where an error says that a launch has more than the compiled kernel
+    /// takes. That kernel was not launched, and one of fewer threads may do.
     #[must_use]
-    fn thread_limit(_error: &Self::Error) -> Option<u32> {
+    fn thread_limit(_error: &Self::Error) -> Option<(&'static str, u32)> {
         None
+    }
+
+    /// A number that changes when work that was launched, and writes of the host that follow it, may not have been executed.
+    fn failures(&self) -> u64 {
+        0
     }
 }
 

@@ -32,7 +32,8 @@ pub(crate) fn check(gpu: &Gpu, facts: MetalFacts) -> Result<(), String> {
         value_dim: 64,
     };
     for (op, dims) in [("prefill", dims(70, 70)), ("decode", dims(1, 200))] {
-        compute(gpu, facts, dims).map_err(|why| format!("{} computes {op} wrongly: {why}", gpu.name()))?;
+        compute(gpu, facts, dims)
+            .map_err(|why| format!("{} fails the self-check of {op}: {why}", gpu.name()))?;
     }
     // Where it cannot be kept, the next process checks again.
     let _ = gpu.remember(&names, PASSED);
@@ -59,7 +60,7 @@ fn compute(gpu: &Gpu, facts: MetalFacts, dims: Dims) -> Result<(), String> {
     let got: Vec<f32> = out.into_iter().map(f16::to_f32).collect();
     let tolerance = Tolerance::of(Dtype::F16, dims.kv_len, Accumulation::Probs);
     let report = compare_out(&got, &expected, Dtype::F16, &tolerance);
-    if report.within() { Ok(()) } else { Err(report.to_string()) }
+    if report.within() { Ok(()) } else { Err(format!("a wrong answer: {report}")) }
 }
 
 /// Values between -1 and 1 that differ from seed to seed, by a linear congruential generator (Knuth, The Art of Computer Programming,

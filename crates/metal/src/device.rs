@@ -11,8 +11,9 @@ use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::StoreError;
+use flashtile_kernel::metal::objc2_metal::{MTLDevice, MTLGPUFamily};
 use flashtile_kernel::metal::{CommandQueue, Error, Gpu, Memory, MetalDevice};
-use flashtile_kernel::{Device, HostAccess, LaunchError, ScalarType};
+use flashtile_kernel::{Device, HostAccess, ScalarType};
 use std::sync::{Arc, OnceLock};
 
 /// A Metal device: what it can do, and its compiled kernels. A clone refers to the same device and queue.
@@ -20,12 +21,12 @@ use std::sync::{Arc, OnceLock};
 pub struct Metal {
     gpu: Gpu,
     facts: MetalFacts,
-    /// The result of the self-check, once it was asked for.
-    checked: Arc<OnceLock<Result<(), String>>>,
+    /// Set when the device has passed the self-check.
+    checked: Arc<OnceLock<()>>,
 }
 
 fn device(error: Error) -> MetalError {
-    SessionError::Launch(LaunchError::Device(error))
+    SessionError::device(error)
 }
 
 impl Metal {
@@ -61,7 +62,10 @@ impl Metal {
     pub fn with_gpu(gpu: Gpu) -> Result<Self, MetalError> {
         let limits = gpu.limits();
         let facts = facts_of(gpu.name(), limits.threads as usize, limits.shared_bytes)
-            .ok_or(Unsupported::Device { why: "it is not one of Apple's own GPUs" })?;
+            .filter(|_| gpu.device().supportsFamily(MTLGPUFamily::Apple7))
+            .ok_or(Unsupported::Device {
+                why: "it is not one of Apple's own GPUs of the family Apple7 or later",
+            })?;
         Ok(Self { gpu, facts, checked: Arc::default() })
     }
 
@@ -118,8 +122,7 @@ impl Metal {
     /// # Errors
     /// [`Error::Memory`].
     pub fn zeros(&self, element: ScalarType, shape: [usize; 4]) -> Result<Memory, MetalError> {
-        let len = shape.into_iter().try_fold(1, usize::checked_mul);
-        let len = len.ok_or_else(|| device(Error::Memory { bytes: usize::MAX, max: usize::MAX }))?;
+        let len = shape.into_iter().fold(1, usize::saturating_mul);
         self.gpu.zeroed(element, len).map_err(device)
     }
 
@@ -130,6 +133,10 @@ impl Metal {
     /// # Errors
     /// What is wrong, in one sentence.
     pub fn self_check(&self) -> Result<(), String> {
-        self.checked.get_or_init(|| check(&self.gpu, self.facts)).clone()
+        if self.checked.get().is_none() {
+            check(&self.gpu, self.facts)?;
+            let _ = self.checked.set(());
+        }
+        Ok(())
     }
 }

@@ -61,7 +61,7 @@ struct Failed(MetalError);
 
 impl From<Error> for Failed {
     fn from(error: Error) -> Self {
-        Self(SessionError::Launch(LaunchError::Device(error)))
+        Self(SessionError::device(error))
     }
 }
 

@@ -1,5 +1,7 @@
 //! Attention on a queue, with plans kept from call to call.
 
+#![allow(unsafe_code)]
+
 use crate::error::MetalError;
 use crate::facts::MetalFacts;
 use flashtile_core::block_tables::BlockTables;
@@ -9,7 +11,6 @@ use flashtile_core::problem::ProblemDesc;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
-use flashtile_kernel::LaunchError;
 use flashtile_kernel::metal::{
     CommandBuffer, ComputeEncoder, DispatchType, Error, ForeignEncoder, Gpu, Memory,
 };
@@ -111,8 +112,8 @@ impl Session {
         self.inner.compute(desc, inputs, outputs)
     }
 
-    /// Calls `work` with this session, whose runs go to a new encoder of a command buffer of the device's queue. The caller commits it, and
-    /// commits it before a later run of this session that is on the queue.
+    /// Calls `work` with this session, whose runs go to a new encoder of a command buffer of the device's queue. The caller commits it, before
+    /// a later run of this session that is on the queue, or gives it up and calls [`Session::clear`].
     ///
     /// # Errors
     /// The errors of `work`, [`Error::OtherQueue`] and [`Error::NoObject`].
@@ -124,23 +125,27 @@ impl Session {
     ) -> Result<T, MetalError> {
         let gpu = self.gpu().clone();
         let worked = gpu.encode(commands, dispatch, |gpu| self.with_gpu(gpu.clone(), work));
-        worked.map_err(|error: Error| SessionError::Launch(LaunchError::Device(error)))?
+        worked.map_err(|error: Error| SessionError::device(error))?
     }
 
-    /// Calls `work` with this session, whose runs go to an encoder of the caller's, of a command buffer of the device's queue, made with this
-    /// type of dispatch. In a concurrent encoder barriers lie between launches of this call that depend on each other; the caller orders
+    /// Calls `work` with this session, whose runs go to an encoder of the caller's, of a command buffer of the device's queue. In a concurrent
+    /// encoder barriers lie between launches of this call that depend on each other; the caller orders
     /// them with its own commands, and calls of this function with each other where they use the same tensors or the same description.
     ///
     /// # Errors
     /// The errors of `work`.
-    pub fn encode_in<T>(
+    ///
+    /// # Safety
+    /// - The encoder has not ended, and no other thread uses it meanwhile.
+    /// - Its command buffer retains what it uses; otherwise the session and all tensors live until it has completed.
+    pub unsafe fn encode_in<T>(
         &mut self,
         encoder: &ComputeEncoder,
-        dispatch: DispatchType,
         work: impl FnOnce(&mut Self) -> Result<T, MetalError>,
     ) -> Result<T, MetalError> {
         self.gpu().commit();
-        let gpu = self.gpu().in_encoder(encoder.clone(), dispatch);
+        // SAFETY: the caller's contract; the device is replaced when `work` has ended.
+        let gpu = unsafe { self.gpu().in_encoder(encoder.clone()) };
         self.with_gpu(gpu, work)
     }
 
@@ -148,13 +153,18 @@ impl Session {
     ///
     /// # Errors
     /// The errors of `work`.
-    pub fn encode_in_foreign<T>(
+    ///
+    /// # Safety
+    /// - The encoder has not ended, and no other thread uses it meanwhile.
+    /// - Its command buffer retains what it uses; otherwise the session and all tensors live until it has completed.
+    pub unsafe fn encode_in_foreign<T>(
         &mut self,
         encoder: Box<dyn ForeignEncoder>,
         work: impl FnOnce(&mut Self) -> Result<T, MetalError>,
     ) -> Result<T, MetalError> {
         self.gpu().commit();
-        let gpu = self.gpu().in_foreign_encoder(encoder);
+        // SAFETY: as above.
+        let gpu = unsafe { self.gpu().in_foreign_encoder(encoder) };
         self.with_gpu(gpu, work)
     }
 

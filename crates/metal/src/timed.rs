@@ -9,7 +9,6 @@ use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{Problem, ProblemDesc};
 use flashtile_gpu::SessionError;
 use flashtile_gpu::upload::{Results, Uploaded};
-use flashtile_kernel::LaunchError;
 use flashtile_kernel::metal::{Error, Gpu, Memory};
 
 /// A problem with copies of its tensors in a device's memory, to be measured.
@@ -101,7 +100,7 @@ impl TimedRun {
 }
 
 fn failed(error: Error) -> MetalError {
-    SessionError::Launch(LaunchError::Device(error))
+    SessionError::device(error)
 }
 
 /// An error of a run that is timed, or of the timing.

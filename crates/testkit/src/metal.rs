@@ -247,7 +247,8 @@ impl MetalRunner {
         } else {
             let encoder = commands.computeCommandEncoderWithDispatchType(dispatch.into());
             let encoder = encoder.ok_or_else(missing)?;
-            let worked = session.encode_in(&encoder, dispatch, work);
+            // SAFETY: the encoder is ended below, nobody else has it, and command buffers retain what they use unless asked not to.
+            let worked = unsafe { session.encode_in(&encoder, work) };
             encoder.endEncoding();
             worked?;
         }

@@ -1,5 +1,6 @@
 //! Why a cache on a device refuses.
 
+use crate::error::SessionError;
 use flashtile_core::cache::CacheError;
 use flashtile_core::plan::Unsupported;
 use flashtile_kernel::{LaunchError, ScalarType};
@@ -25,6 +26,19 @@ pub enum StoreError<E> {
 impl<E> StoreError<E> {
     pub(super) const fn device(error: E) -> Self {
         Self::Launch(LaunchError::Device(error))
+    }
+
+    /// The error of a session for the same reason.
+    ///
+    /// # Errors
+    /// The refusal of the cache, which sessions do not have.
+    pub fn into_session(self) -> Result<SessionError<E>, CacheError> {
+        match self {
+            Self::Cache(error) => Err(error),
+            Self::Unsupported(error) => Ok(SessionError::Unsupported(error)),
+            Self::Element { element } => Ok(SessionError::Element { element }),
+            Self::Launch(error) => Ok(SessionError::Launch(error)),
+        }
     }
 }
 

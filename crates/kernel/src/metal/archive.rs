@@ -48,14 +48,15 @@ impl Archives {
         Ok(self.disk.write(&self.key(names.iter().copied()), bytes)?)
     }
 
-    /// The archive of a key, if it was kept and Metal takes it.
-    pub(super) fn open(&self, device: &MetalDevice, key: &str) -> Option<Archive> {
+    /// The archive of a key, if it was kept and Metal takes it, and the file that it is read from.
+    pub(super) fn open(&self, device: &MetalDevice, key: &str) -> Option<(Archive, TempPath)> {
         // Metal reads files: the digest before the archive is checked, then what follows it becomes a file of its own.
         let file = temporary()?;
         std::fs::write(&file, self.disk.read(key)?).ok()?;
         let descriptor = MTLBinaryArchiveDescriptor::new();
         descriptor.setUrl(Some(&*url(&file)?));
-        device.newBinaryArchiveWithDescriptor_error(&descriptor).ok()
+        let archive = device.newBinaryArchiveWithDescriptor_error(&descriptor).ok()?;
+        Some((archive, file))
     }
 
     /// Compiles what a descriptor describes into a new archive, which the descriptor refers to then; `None` where archives are not kept.
@@ -80,7 +81,8 @@ impl Archives {
     /// Keeps an archive.
     pub(super) fn keep(&self, key: &str, archive: &Archive, kernel: &str) -> Result<(), Error> {
         let failed = |error: String| Error::Archive { kernel: kernel.to_owned(), error };
-        let file = temporary().ok_or_else(|| failed("no temporary file".to_owned()))?;
+        let folder = tempfile::tempdir().map_err(|error| failed(error.to_string()))?;
+        let file = folder.path().join("archive");
         let url = url(&file).ok_or_else(|| failed("the temporary folder is no UTF-8".to_owned()))?;
         archive.serializeToURL_error(&url).map_err(|error| failed(describe(&error)))?;
         let bytes = std::fs::read(&file).map_err(|error| failed(error.to_string()))?;

@@ -99,7 +99,7 @@ pub(super) struct Recorder {
     used: Vec<Use>,
 }
 
-/// Bytes of a buffer that a launch uses. The encoder keeps the buffer, so that no other has its address.
+/// Bytes of a buffer that a launch uses. The buffer lives until the command buffer has completed, so that no other has its address.
 #[derive(Debug)]
 struct Use {
     buffer: usize,
@@ -118,7 +118,9 @@ impl Use {
 }
 
 impl Recorder {
-    pub(super) const fn new(encoder: ComputeEncoder, dispatch: DispatchType) -> Self {
+    pub(super) fn new(encoder: ComputeEncoder) -> Self {
+        let is_concurrent = encoder.dispatchType() == MTLDispatchType::Concurrent;
+        let dispatch = if is_concurrent { DispatchType::Concurrent } else { DispatchType::Serial };
         Self { encoder: Encoder::Metal(Shared::locked(encoder)), dispatch, used: Vec::new() }
     }
 
@@ -150,8 +152,8 @@ impl Recorder {
         encoder.pushDebugGroup(&NSString::from_str(dispatch.name));
         encoder.setComputePipelineState(dispatch.pipeline);
         for (index, binding) in dispatch.bindings.iter().enumerate() {
-            // SAFETY: the index is a parameter's; the range starts inside of the buffer, which the command buffer keeps, and the bytes are
-            // copied.
+            // SAFETY: the index is a parameter's; the range starts inside of the buffer, which lives until the command buffer has completed, by
+            // that or by the caller's contract of the encoder, and the bytes are copied.
             unsafe {
                 match binding {
                     Binding::Buffer { buffer, bytes, .. } => {

@@ -92,8 +92,22 @@ pub enum Error {
         /// Bytes of the buffer.
         buffer: usize,
     },
-    /// The host reads results while launches go to an encoder of the caller's, who alone can commit them.
+    /// The host waits for launches that went to a command buffer or an encoder of the caller's, who alone can commit them and did not.
     NotCommitted,
+    /// A launch after the encoder of the caller's that it goes to has ended.
+    Ended,
+    /// A command buffer does not keep what it uses alive (`commandBufferWithUnretainedReferences`): memory of sessions may be gone before it
+    /// has completed.
+    Unretained,
+    /// An argument has more bytes than an encoder takes. Nothing was launched.
+    Bytes {
+        /// The kernel.
+        kernel: &'static str,
+        /// Its bytes.
+        bytes: usize,
+        /// The most that are taken.
+        max: usize,
+    },
     /// A command buffer is of another queue than the device's.
     OtherQueue,
     /// The folder of compiled kernels cannot be used.
@@ -230,7 +244,12 @@ impl std::fmt::Display for Error {
                 write!(f, "{bytes} bytes at byte {offset} are no elements of a buffer of {buffer} bytes")
             }
             Self::NotCommitted => {
-                f.write_str("launches go to an encoder of the caller's: results can be read once it was committed and has completed")
+                f.write_str("launches went to a command buffer of the caller's that is not committed: results can be read once it is")
+            }
+            Self::Ended => f.write_str("the encoder that launches go to has ended"),
+            Self::Unretained => f.write_str("the command buffer does not retain its references: memory of launches may be gone too early"),
+            Self::Bytes { kernel, bytes, max } => {
+                write!(f, "{kernel}: an argument has {bytes} bytes, an encoder takes at most {max}")
             }
             Self::OtherQueue => f.write_str("the command buffer is of another queue than the device's"),
             Self::KernelFolder { path, error } => {

@@ -50,6 +50,9 @@ struct Shared {
     pipelines: Pipelines,
 }
 
+/// Bytes of one launch that writes.
+const MAX_WRITE: usize = 1 << 30;
+
 /// Where launches go.
 #[derive(Debug, Clone)]
 enum Target {
@@ -60,9 +63,12 @@ enum Target {
 /// An encoder of the caller's.
 #[derive(Debug)]
 struct Lent {
-    recorder: Mutex<Recorder>,
-    /// Never complete: only the caller knows when its command buffer has completed.
+    /// None once the encoder has ended.
+    recorder: Mutex<Option<Recorder>>,
+    /// Of its command buffer. Where that is not known it never completes.
     ticket: Arc<Ticket>,
+    /// Of the queue, when the encoder was lent.
+    failures: u64,
 }
 
 impl Gpu {
@@ -91,39 +97,48 @@ impl Gpu {
         Self { shared: Arc::new(shared), target: Target::queue(queue, DispatchType::Serial) }
     }
 
-    /// The same device with its pipelines, and launches that follow each other so on a queue. Launches of different queues do not wait for
+    /// The same device with its pipelines, and launches on another queue, which follow each other like this. Launches of different queues do not wait for
     /// each other: [`Gpu::signal`] and [`Gpu::wait_for`] order them.
     #[must_use]
     pub fn on(&self, queue: CommandQueue, dispatch: DispatchType) -> Self {
         Self { shared: Arc::clone(&self.shared), target: Target::queue(queue, dispatch) }
     }
 
-    /// The same device, whose launches go to an encoder of the caller's, who has made it with this type of dispatch and ends it.
+    /// The same device, whose launches go to an encoder of the caller's, who ends it.
     ///
     /// In a concurrent encoder barriers lie between launches of this value that depend on each other; the caller orders them with its own
-    /// commands. Memory that such a launch uses must live until the command buffer has completed, where that does not retain it.
+    /// commands.
+    ///
+    /// # Safety
+    /// - While this value and its clones exist the encoder has not ended, and no other thread uses it during their launches.
+    /// - Its command buffer retains what it uses, or memory that launches use, that of sessions too, lives until it has completed.
     #[must_use]
-    pub fn in_encoder(&self, encoder: ComputeEncoder, dispatch: DispatchType) -> Self {
-        self.recorded_by(Recorder::new(encoder, dispatch))
+    pub unsafe fn in_encoder(&self, encoder: ComputeEncoder) -> Self {
+        self.recorded_by(Recorder::new(encoder), Ticket::foreign())
     }
 
     /// The same device, whose launches go to an encoder that another library wraps, which orders them and ends it: what [`Gpu::in_encoder`]
-    /// is where the encoder itself cannot be had. Memory that such a launch uses must live as long as there.
+    /// is where the encoder itself cannot be had.
+    ///
+    /// # Safety
+    /// As [`Gpu::in_encoder`].
     #[must_use]
-    pub fn in_foreign_encoder(&self, encoder: Box<dyn ForeignEncoder>) -> Self {
-        self.recorded_by(Recorder::foreign(encoder))
+    pub unsafe fn in_foreign_encoder(&self, encoder: Box<dyn ForeignEncoder>) -> Self {
+        self.recorded_by(Recorder::foreign(encoder), Ticket::foreign())
     }
 
-    fn recorded_by(&self, recorder: Recorder) -> Self {
-        let lent = Lent { recorder: Mutex::new(recorder), ticket: Arc::default() };
+    fn recorded_by(&self, recorder: Recorder, ticket: impl Into<Arc<Ticket>>) -> Self {
+        let ticket = ticket.into();
+        let lent = Lent { recorder: Mutex::new(Some(recorder)), ticket, failures: self.failures() };
         Self { shared: Arc::clone(&self.shared), target: Target::Encoder(Arc::new(lent)) }
     }
 
-    /// Calls `work` with this device, whose launches go to a new encoder of a command buffer of this queue's that the caller commits.
-    /// Other clones are not affected.
+    /// Calls `work` with this device, whose launches go to a new encoder of a command buffer of this queue's that the caller commits. What was
+    /// launched before comes before. Other clones are not affected; one of the device that `work` gets launches nothing afterwards.
     ///
     /// # Errors
-    /// [`Error::OtherQueue`] or [`Error::NoObject`].
+    /// [`Error::OtherQueue`], [`Error::Unretained`] or [`Error::NoObject`]; [`Error::NotCommitted`] where launches of this value go to an encoder
+    /// already.
     pub fn encode<T>(
         &self,
         commands: &CommandBuffer,
@@ -131,19 +146,20 @@ impl Gpu {
         work: impl FnOnce(&Self) -> T,
     ) -> Result<T, Error> {
         autoreleasepool(|_| {
-            if let Target::Queue(queue) = &self.target
-                && !std::ptr::eq::<ProtocolObject<dyn MTLCommandQueue>>(
-                    &*commands.commandQueue(),
-                    &**queue.queue(),
-                )
-            {
+            let Target::Queue(queue) = &self.target else { return Err(Error::NotCommitted) };
+            let of: &ProtocolObject<dyn MTLCommandQueue> = &commands.commandQueue();
+            if !std::ptr::eq(of, &**queue.queue()) {
                 return Err(Error::OtherQueue);
             }
-            // What was launched before comes before.
-            self.commit();
+            if !commands.retainedReferences() {
+                return Err(Error::Unretained);
+            }
+            let ticket = queue.lend(commands);
             let encoder = commands.computeCommandEncoderWithDispatchType(dispatch.into());
-            let ending = Ending(encoder.ok_or(Error::NoObject { what: "compute encoder" })?);
-            Ok(work(&self.in_encoder(ending.0.clone(), dispatch)))
+            let encoder = encoder.ok_or(Error::NoObject { what: "compute encoder" })?;
+            let gpu = self.recorded_by(Recorder::new(encoder), ticket);
+            let _ending = Ending(&gpu);
+            Ok(work(&gpu))
         })
     }
 
@@ -199,6 +215,7 @@ impl Gpu {
     }
 
     /// What [`Gpu::remember`] has kept under these names.
+    #[doc(hidden)]
     #[must_use]
     pub fn recall(&self, names: &[&str]) -> Option<Vec<u8>> {
         self.shared.pipelines.archives().recall(names)
@@ -208,6 +225,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::KernelFolder`].
+    #[doc(hidden)]
     pub fn remember(&self, names: &[&str], result: &[u8]) -> Result<(), Error> {
         self.shared.pipelines.archives().remember(names, result)
     }
@@ -379,12 +397,9 @@ impl Gpu {
             let started = manager.startCaptureWithDescriptor_error(&descriptor);
             started.map_err(|error| failed(&error.localizedDescription().to_string()))
         })?;
-        let result = work();
-        let completed = self.synchronize();
-        // SAFETY: as above.
-        autoreleasepool(|_| unsafe { MTLCaptureManager::sharedCaptureManager() }.stopCapture());
-        let result = result?;
-        completed?;
+        let _stopping = Stopping;
+        let result = work()?;
+        self.synchronize()?;
         Ok(result)
     }
 
@@ -402,7 +417,8 @@ impl Gpu {
             Target::Queue(queue) => queue.encode(encode),
             Target::Encoder(lent) => {
                 let mut recorder = lent.recorder.lock().unwrap_or_else(PoisonError::into_inner);
-                autoreleasepool(|_| encode(&mut recorder, &lent.ticket));
+                let recorder = recorder.as_mut().ok_or(Error::Ended)?;
+                autoreleasepool(|_| encode(recorder, &lent.ticket));
                 Ok(())
             }
         }
@@ -434,24 +450,31 @@ impl Gpu {
     /// Copies bytes to a memory after the launches before.
     fn write_after(&self, memory: &Memory, at: usize, bytes: &[u8]) -> Result<(), Error> {
         let instance = write_bytes::instance();
-        let (Compiled { state, .. }, _) = self.shared.pipelines.get(&self.shared.device, &instance, &[])?;
-        let name = instance.entry();
-        let to = memory.inside(at, bytes.len());
-        let n = u32::try_from(bytes.len())
-            .map_err(|_| Error::Memory { bytes: bytes.len(), max: u32::MAX as usize })?;
-        let staged = if bytes.len() <= MAX_BYTES { None } else { Some(self.staged(bytes)?) };
-        let from = staged.as_ref().map_or(Binding::Bytes(bytes), |buffer| whole(buffer, bytes.len()));
-        let to = Binding::Buffer { buffer: memory.buffer(), bytes: to, writes: true };
-        let count = n.to_le_bytes();
-        let dispatch = Dispatch {
-            name: &name,
-            pipeline: &state,
-            bindings: vec![from, to, Binding::Bytes(&count)],
-            groups: [n.div_ceil(256), 1, 1],
-            threads: 256,
-        };
-        // SAFETY: the bindings are the parameters of `write_bytes`, with `n` bytes each, and every byte has a thread.
-        unsafe { self.dispatch(&dispatch, &[memory]) }
+        let (compiled, _) = self.shared.pipelines.get(&self.shared.device, &instance, &[])?;
+        let Compiled { state, max_threads } = compiled;
+        let (name, threads) = (instance.entry(), (max_threads / 32 * 32).clamp(32, 256));
+        // Positions of threads are 32-bit.
+        for (chunk, bytes) in bytes.chunks(MAX_WRITE).enumerate() {
+            let staged = if bytes.len() <= MAX_BYTES { None } else { Some(self.staged(bytes)?) };
+            let from = staged.as_ref().map_or(Binding::Bytes(bytes), |buffer| whole(buffer, bytes.len()));
+            let to = memory.inside(at + chunk * MAX_WRITE, bytes.len());
+            let (n, buffer) = (bytes.len() as u32, memory.buffer());
+            let count = n.to_le_bytes();
+            let dispatch = Dispatch {
+                name: &name,
+                pipeline: &state,
+                bindings: vec![
+                    from,
+                    Binding::Buffer { buffer, bytes: to, writes: true },
+                    Binding::Bytes(&count),
+                ],
+                groups: [n.div_ceil(threads), 1, 1],
+                threads,
+            };
+            // SAFETY: the bindings are the parameters of `write_bytes`, with `n` bytes each, and every byte has a thread.
+            unsafe { self.dispatch(&dispatch, &[memory]) }?;
+        }
+        Ok(())
     }
 
     /// A buffer that holds a copy of bytes.
@@ -469,13 +492,25 @@ impl Gpu {
     }
 }
 
-/// Ends an encoder, also where what is encoded panics.
-struct Ending(ComputeEncoder);
+/// Stops a capture, also where what is captured panics.
+struct Stopping;
 
-impl Drop for Ending {
+impl Drop for Stopping {
     fn drop(&mut self) {
-        use objc2_metal::MTLCommandEncoder;
-        self.0.endEncoding();
+        // SAFETY: the manager is the process's only one.
+        autoreleasepool(|_| unsafe { MTLCaptureManager::sharedCaptureManager() }.stopCapture());
+    }
+}
+
+/// Ends the encoder of a device, also where what is encoded panics.
+struct Ending<'a>(&'a Gpu);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        if let Target::Encoder(lent) = &self.0.target {
+            let recorder = lent.recorder.lock().unwrap_or_else(PoisonError::into_inner).take();
+            recorder.into_iter().for_each(Recorder::end);
+        }
     }
 }
 
@@ -514,6 +549,9 @@ impl Device for Gpu {
             let (memory, span, writes) = match argument {
                 Argument::Read(view) => (view.memory(), view.span(), false),
                 Argument::Write(view) => (view.memory(), view.span(), true),
+                Argument::Bytes(bytes) if bytes.len() > MAX_BYTES => {
+                    return Err(Error::Bytes { kernel: kernel.name, bytes: bytes.len(), max: MAX_BYTES });
+                }
                 Argument::Bytes(bytes) => {
                     bindings.push(Binding::Bytes(bytes));
                     continue;
@@ -539,10 +577,18 @@ impl Device for Gpu {
         unsafe { self.dispatch(&dispatch, &memories) }
     }
 
-    fn thread_limit(error: &Error) -> Option<u32> {
+    fn thread_limit(error: &Error) -> Option<(&'static str, u32)> {
         match error {
-            Error::ThreadLimit { limit, .. } => Some(*limit),
+            Error::ThreadLimit { kernel, limit, .. } => Some((*kernel, *limit)),
             _ => None,
+        }
+    }
+
+    fn failures(&self) -> u64 {
+        match &self.target {
+            Target::Queue(queue) => queue.failures(),
+            // Those of the queue are known when launches go there again.
+            Target::Encoder(lent) => lent.failures,
         }
     }
 }
@@ -574,10 +620,12 @@ impl HostAccess for Gpu {
         self.write_after(memory, at, bytes)
     }
 
-    /// [`Error::NotCommitted`] where launches go to an encoder of the caller's.
+    /// [`Error::NotCommitted`] where launches go to an encoder of the caller's, or where a command buffer that uses the memory is not committed;
+    /// [`Error::Execution`] where one failed.
     fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), Error> {
         self.synchronize()?;
-        // SAFETY: all work on the queue has completed.
+        memory.take_failure()?;
+        // SAFETY: all work on the queue has completed, and no other is known that uses the memory.
         unsafe { memory.read(at, bytes) };
         Ok(())
     }

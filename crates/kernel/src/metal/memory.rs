@@ -10,8 +10,7 @@ use objc2::rc::autoreleasepool;
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{MTLBuffer, MTLDevice, MTLResource, MTLResourceOptions};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Elements of one type in an `MTLBuffer`, from a byte offset on: allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
 /// [`Gpu::uninit`](super::Gpu::uninit), or lent by its owner ([`Gpu::borrow`](super::Gpu::borrow)).
@@ -28,21 +27,40 @@ pub struct Memory {
     len: usize,
     /// Whether others may use the buffer too, of which nothing is known here.
     is_borrowed: bool,
-    /// The command buffer that used it last.
-    last: Mutex<Option<Arc<Ticket>>>,
+    /// The command buffers that use it and are not known to have completed, and those that failed.
+    tickets: Mutex<Vec<Arc<Ticket>>>,
 }
 
-/// Whether a command buffer has completed.
+/// What has become of a command buffer: nothing yet, its completion, or its failure.
 #[derive(Debug, Default)]
-pub(super) struct Ticket(AtomicBool);
+pub(super) struct Ticket {
+    result: OnceLock<Result<(), Error>>,
+    /// Whether the command buffer is not known here, and its result will not be.
+    is_foreign: bool,
+}
 
 impl Ticket {
-    pub(super) fn complete(&self) {
-        self.0.store(true, Ordering::Release);
+    /// Of an encoder whose command buffer only the caller knows.
+    pub(super) fn foreign() -> Self {
+        Self { is_foreign: true, ..Self::default() }
+    }
+
+    /// The command buffer has completed or failed.
+    pub(super) fn complete(&self, result: Result<(), Error>) {
+        // Of two threads that find it out both are right.
+        let _ = self.result.set(result);
+    }
+
+    pub(super) fn result(&self) -> Option<&Result<(), Error>> {
+        self.result.get()
+    }
+
+    fn has_succeeded(&self) -> bool {
+        matches!(self.result(), Some(Ok(())))
     }
 
     fn is_complete(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.result().is_some()
     }
 }
 
@@ -64,8 +82,8 @@ impl Memory {
     /// Elements of a buffer, from byte `offset` on, that nothing else uses.
     pub(super) fn of(buffer: Buffer, offset: usize, element: ScalarType, len: usize) -> Self {
         let device = autoreleasepool(|_| address(&buffer.device()));
-        let (buffer, last) = (Shared::buffer(buffer), Mutex::new(None));
-        Self { buffer, device, offset, element, len, is_borrowed: false, last }
+        let (buffer, tickets) = (Shared::buffer(buffer), Mutex::default());
+        Self { buffer, device, offset, element, len, is_borrowed: false, tickets }
     }
 
     /// The same where others may use the buffer too.
@@ -73,7 +91,7 @@ impl Memory {
         Self { is_borrowed: true, ..self }
     }
 
-    /// The buffer.
+    /// The buffer. Its owner may ask it for what never changes, such as its length; it is used by command buffers that may be in flight.
     #[must_use]
     pub fn buffer(&self) -> &Buffer {
         &self.buffer
@@ -114,13 +132,30 @@ impl Memory {
 
     /// Notes that a command buffer uses it.
     pub(super) fn used_by(&self, ticket: &Arc<Ticket>) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(ticket));
+        let mut tickets = self.tickets();
+        tickets.retain(|of| !of.has_succeeded());
+        if !tickets.iter().any(|of| Arc::ptr_eq(of, ticket)) {
+            tickets.push(Arc::clone(ticket));
+        }
     }
 
     /// Whether no command buffer that is known here may still use it.
     pub(super) fn is_idle(&self) -> bool {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        !self.is_borrowed && last.as_ref().is_none_or(|ticket| ticket.is_complete())
+        !self.is_borrowed && self.tickets().iter().all(|ticket| ticket.is_complete())
+    }
+
+    /// Why its contents are not known, after all that was committed has completed: a command buffer that used it failed, which is said once,
+    /// or is not committed.
+    pub(super) fn take_failure(&self) -> Result<(), Error> {
+        let mut tickets = self.tickets();
+        let known = tickets.iter().filter(|ticket| !ticket.is_foreign);
+        let results: Vec<_> = known.map(|ticket| ticket.result().cloned()).collect();
+        tickets.retain(|ticket| !ticket.is_complete());
+        results.into_iter().try_for_each(|result| result.unwrap_or(Err(Error::NotCommitted)))
+    }
+
+    fn tickets(&self) -> MutexGuard<'_, Vec<Arc<Ticket>>> {
+        self.tickets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Copies bytes to those from byte `at` on.

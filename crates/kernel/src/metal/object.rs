@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use objc2::rc::Retained;
+use objc2::rc::{Retained, Weak};
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{
     MTLBuffer, MTLCommandBuffer, MTLCommandQueue, MTLComputeCommandEncoder, MTLComputePipelineState,
@@ -61,10 +61,11 @@ impl IsBuffer for Buffer {}
 pub(super) trait IsLocked {}
 impl IsLocked for CommandBuffer {}
 impl IsLocked for ComputeEncoder {}
+impl IsLocked for Weak<ProtocolObject<dyn MTLCommandBuffer>> {}
 
-// SAFETY: counting references of Objective-C objects is atomic. Buffers are only asked for what never changes; command buffers and encoders
-// lie behind a lock, so that one thread at a time uses them, which is all that Apple's "Metal Programming Guide" asks for ("Command
-// Organization and Execution Model", on threads).
+// SAFETY: counting references of Objective-C objects is atomic. Buffers are asked for what never changes. Command buffers and encoders are
+// encoded into behind a lock; beside that, a command buffer is only asked for its status and error and waited for, which Metal allows on
+// any thread, as its handlers run on one of its own.
 unsafe impl<T> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Shared<T> {}

@@ -14,7 +14,8 @@ use objc2::sel;
 use objc2_foundation::NSString;
 use objc2_metal::{
     MTLCompileOptions, MTLComputePipelineDescriptor, MTLComputePipelineState, MTLDataType, MTLDevice,
-    MTLFunctionConstantValues, MTLLanguageVersion, MTLLibrary, MTLMathMode, MTLPipelineOption,
+    MTLFunctionConstantValues, MTLLanguageVersion, MTLLibrary, MTLMathFloatingPointFunctions, MTLMathMode,
+    MTLPipelineOption,
 };
 use std::collections::HashMap;
 use std::path::Path;
@@ -103,7 +104,8 @@ impl Pipelines {
         };
         let values = format!("{constants:?}");
         let key = self.archives.key([&source[..], &entry, &values, LANGUAGE]);
-        if let Some(archive) = self.archives.open(device, &key) {
+        // The file stays until the pipeline is made: Metal may read it then.
+        if let Some((archive, _file)) = self.archives.open(device, &key) {
             refer(&descriptor, &archive);
             // An archive that lacks the pipeline, as one that Metal considers outdated does, is written anew.
             if let Ok(compiled) = make(MTLPipelineOption::FailOnBinaryArchiveMiss) {
@@ -122,15 +124,16 @@ impl Pipelines {
 }
 
 /// The language version and the math mode of [`options`], as a part of names on disk.
-const LANGUAGE: &str = "Metal 3.1, safe math";
+const LANGUAGE: &str = "Metal 3.1, safe math, precise functions";
 
 /// Options of the compiler. Both are set whatever their defaults, which change with the SDK: infinities and NaN keep their meaning.
 fn options() -> Retained<MTLCompileOptions> {
     let options = MTLCompileOptions::new();
     options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-    // The math mode is there from macOS 15 and iOS 18 on.
+    // The math mode is there from macOS 15 and iOS 18 on. Before, switching fast math off selects precise functions too.
     if options.respondsToSelector(sel!(setMathMode:)) {
         options.setMathMode(MTLMathMode::Safe);
+        options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
     } else {
         #[allow(deprecated, reason = "what systems before macOS 15 and iOS 18 have")]
         options.setFastMathEnabled(false);

@@ -1,16 +1,20 @@
 //! Launches on a queue: an open command buffer, and those that are committed and not known to have completed.
 
+#![allow(unsafe_code)]
+
 use super::encoder::{DispatchType, Recorder};
 use super::error::Error;
 use super::memory::Ticket;
 use super::object::{CommandBuffer, CommandQueue, Shared, SharedEvent};
-use objc2::rc::{Retained, autoreleasepool};
+use block2::RcBlock;
+use objc2::rc::{Retained, Weak, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::NSString;
 use objc2_metal::{
     MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLDevice, MTLEvent, MTLSharedEvent,
 };
 use std::collections::VecDeque;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Launches of one command buffer, after which it is committed: enough to hide the cost of a commit, few enough to start early.
@@ -34,8 +38,12 @@ struct State {
     open: Option<Open>,
     /// In order.
     committed: VecDeque<Committed>,
+    /// Command buffers of the caller's, whose commit is not seen yet.
+    lent: Vec<LentBuffer>,
     /// The first failure that was not reported yet.
     failure: Option<Error>,
+    /// Command buffers that failed, or that their caller did not commit.
+    failures: u64,
     /// Command buffers that were committed, which the value of [`Queue::completed`] counts.
     count: u64,
     /// What launches wait for: every command buffer, as a wait in one of them does not hold up the next.
@@ -53,10 +61,28 @@ struct Open {
     launches: usize,
 }
 
+/// A command buffer that is committed.
 #[derive(Debug)]
 struct Committed {
     commands: Shared<CommandBuffer>,
     ticket: Arc<Ticket>,
+}
+
+/// A command buffer of the caller's, who keeps it until it is committed or given up.
+#[derive(Debug)]
+struct LentBuffer {
+    commands: Shared<Weak<ProtocolObject<dyn MTLCommandBuffer>>>,
+    ticket: Arc<Ticket>,
+}
+
+/// Lives as long as a command buffer keeps its handlers: one that goes without a call was not committed.
+#[derive(Debug)]
+struct Fate(Arc<Ticket>);
+
+impl Drop for Fate {
+    fn drop(&mut self) {
+        self.0.complete(Err(Error::NotCommitted));
+    }
 }
 
 impl Queue {
@@ -87,7 +113,7 @@ impl Queue {
                 none => {
                     let encoder = open.commands.computeCommandEncoderWithDispatchType(self.dispatch.into());
                     let encoder = encoder.ok_or(Error::NoObject { what: "compute encoder" })?;
-                    none.insert(Recorder::new(encoder, self.dispatch))
+                    none.insert(Recorder::new(encoder))
                 }
             };
             work(recorder, &open.ticket);
@@ -112,16 +138,49 @@ impl Queue {
     /// Commits, and waits until everything has completed.
     pub(super) fn synchronize(&self) -> Result<(), Error> {
         autoreleasepool(|_| {
-            self.commit();
+            let all: Vec<_> = {
+                let mut state = self.state();
+                if !state.waits.is_empty() {
+                    // Nothing may have been launched since: the wait itself is work.
+                    state.open(&self.queue)?;
+                }
+                state.commit(self.completed.as_ref());
+                state.committed.iter().map(|of| of.commands.clone()).collect()
+            };
             // Not under the lock: other threads may encode meanwhile.
-            let last = self.state().committed.back().map(|last| last.commands.clone());
-            if let Some(last) = last {
-                last.waitUntilCompleted();
-            }
+            all.iter().for_each(|commands| commands.waitUntilCompleted());
             let mut state = self.state();
             state.poll();
             state.failure.take().map_or(Ok(()), Err)
         })
+    }
+
+    /// Notes a command buffer of the caller's that launches go to, with the waits that they have; the ticket of its launches.
+    pub(super) fn lend(&self, commands: &CommandBuffer) -> Arc<Ticket> {
+        let mut state = self.state();
+        state.commit(self.completed.as_ref());
+        state.waits.iter().for_each(|(event, value)| wait(commands, event, *value));
+        let ticket: Arc<Ticket> = Arc::default();
+        let fate = Fate(Arc::clone(&ticket));
+        let completed = RcBlock::new(move |commands: NonNull<ProtocolObject<dyn MTLCommandBuffer>>| {
+            // SAFETY: Metal passes the command buffer.
+            let failure = unsafe { commands.as_ref() }.error().map(|error| Error::execution(&error));
+            fate.0.complete(failure.map_or(Ok(()), Err));
+        });
+        // SAFETY: the block has the handler's type, and may be called on any thread.
+        unsafe { commands.addCompletedHandler(RcBlock::as_ptr(&completed)) };
+        let lent = LentBuffer {
+            commands: Shared::locked(Weak::from_retained(commands)),
+            ticket: Arc::clone(&ticket),
+        };
+        state.lent.push(lent);
+        ticket
+    }
+
+    /// Command buffers that failed, or that their caller did not commit.
+    pub(super) fn failures(&self) -> u64 {
+        self.poll();
+        self.state().failures
     }
 
     /// Makes what is encoded from now on wait until an event has a value.
@@ -144,20 +203,22 @@ impl Queue {
     /// for those in command buffers that are committed already.
     pub(super) fn signal(&self, event: &SharedEvent, value: u64) -> Result<(), Error> {
         autoreleasepool(|_| {
+            let completed = self.completed.as_ref().ok_or(Error::NoObject { what: "event" })?;
             let mut state = self.state();
-            let count = state.count;
+            state.poll();
+            let (count, is_idle) = (state.count, state.committed.is_empty());
             let open = state.open(&self.queue)?;
             open.end_encoder();
-            if let Some(completed) = &self.completed {
+            if !is_idle {
                 open.commands.encodeWaitForEvent_value(completed, count);
             }
             open.commands.encodeSignalEvent_value(ProtocolObject::from_ref(&**event), value);
-            state.commit(self.completed.as_ref());
+            state.commit(Some(completed));
             Ok(())
         })
     }
 
-    /// Seconds on the GPU of each of `runs` runs of `work`, after one that is not measured.
+    /// While it runs no other thread launches on the queue. Seconds on the GPU of each of `runs` runs of `work`, after one that is not measured.
     pub(super) fn time<E: From<Error>>(
         &self,
         runs: usize,
@@ -233,16 +294,37 @@ impl State {
     /// Takes the command buffers that have completed off the list, and the events off theirs that have the values that are waited for.
     fn poll(&mut self) {
         self.waits.retain(|(event, value)| event.signaledValue() < *value);
+        let (mut lent, committed) = (std::mem::take(&mut self.lent), &mut self.committed);
+        let failures = &mut self.failures;
+        lent.retain(|LentBuffer { commands, ticket }| {
+            if let Some(result) = ticket.result() {
+                *failures += u64::from(result.is_err());
+                return false;
+            }
+            match commands.load() {
+                Some(commands) if commands.status().0 >= MTLCommandBufferStatus::Committed.0 => {
+                    let (commands, ticket) = (Shared::locked(commands), Arc::clone(ticket));
+                    committed.push_back(Committed { commands, ticket });
+                    false
+                }
+                // Not committed yet; or gone, and its handlers with it in a moment.
+                _ => true,
+            }
+        });
+        self.lent = lent;
         let has_ended = |of: &Committed| of.commands.status().0 >= MTLCommandBufferStatus::Completed.0;
-        let count = self.committed.iter().take_while(|first| has_ended(first)).count();
-        for first in self.committed.drain(..count) {
-            first.ticket.complete();
+        let (ended, rest) = std::mem::take(&mut self.committed).into_iter().partition::<Vec<_>, _>(has_ended);
+        self.committed = rest.into();
+        for Committed { commands, ticket } in ended {
             if let Some(times) = &mut self.times {
-                times.push([first.commands.GPUStartTime(), first.commands.GPUEndTime()]);
+                times.push([commands.GPUStartTime(), commands.GPUEndTime()]);
             }
-            if let Some(error) = first.commands.error() {
-                self.failure.get_or_insert(Error::execution(&error));
+            let failure = commands.error().map(|error| Error::execution(&error));
+            if let Some(error) = &failure {
+                self.failures += 1;
+                self.failure.get_or_insert_with(|| error.clone());
             }
+            ticket.complete(failure.map_or(Ok(()), Err));
         }
     }
 }

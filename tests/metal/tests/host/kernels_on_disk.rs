@@ -69,7 +69,13 @@ fn in_a_process_of_its_own() {
     if found == "refused" {
         control.refuse_archive();
     }
-    let out = expected(&metal, 1, 100);
+    // Of several threads one makes a pipeline, and the others wait for it.
+    let out = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..4).map(|_| scope.spawn(|| expected(&metal, 1, 100))).collect();
+        let all: Vec<_> = all.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(all.iter().all(|out| *out == all[0]));
+        all.into_iter().next().unwrap()
+    });
     assert!(out.iter().all(|x| x.is_finite()));
     let counters = control.counters();
     let compiled = counters.pipelines;
@@ -78,15 +84,8 @@ fn in_a_process_of_its_own() {
         "refused" => assert_eq!(compiled, 1),
         _ => assert!(compiled > 0),
     }
-    // In one process a pipeline is made once, also by several threads.
-    let before = counters.pipelines + counters.archive_hits;
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| assert_eq!(expected(&metal, 1, 100), out));
-        }
-    });
-    let counters = control.counters();
-    assert_eq!(counters.pipelines + counters.archive_hits, before);
+    // A split decode has two kernels.
+    assert!(compiled <= 2, "{compiled}");
     if found == "not kept" {
         let mut tensors = Tensors::new(&metal, 1, 100);
         let desc = tensors.desc();

@@ -92,6 +92,6 @@ fn devices_and_queues_are_the_callers() {
         let mut radeon = Profile::m1();
         radeon.name = "AMD Radeon Pro 5500M".to_owned();
         let error = Metal::with_device(device(radeon)).unwrap_err();
-        assert!(error.to_string().contains("not one of Apple's own GPUs"), "{error}");
+        assert!(error.to_string().contains("not one of Apple's own GPUs of the family Apple7"), "{error}");
     });
 }

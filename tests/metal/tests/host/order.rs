@@ -74,11 +74,10 @@ fn runs_that_share_nothing_have_no_barrier_between() {
             commands.computeCommandEncoderWithDispatchType(DispatchType::Concurrent.into()).unwrap();
         for (session, tensors) in [(&mut first, &mut one), (&mut second, &mut two)] {
             let (inputs, mut outputs) = tensors.tensors();
-            session
-                .encode_in(&encoder, DispatchType::Concurrent, |session| {
-                    session.run(&desc, &inputs, &mut outputs)
-                })
-                .unwrap();
+            // SAFETY: the encoder is ended below, and its command buffer retains what it uses.
+            let encoded =
+                unsafe { session.encode_in(&encoder, |session| session.run(&desc, &inputs, &mut outputs)) };
+            encoded.unwrap();
         }
         encoder.endEncoding();
         commands.commit();
@@ -174,10 +173,13 @@ fn an_encoder_of_another_library_is_told_what_launches_read_and_write() {
             let encoder = commands.computeCommandEncoderWithDispatchType(concurrent).unwrap();
             let (read, written, next) = (HashSet::new(), HashSet::new(), Vec::new());
             let told = Told { encoder: encoder.clone(), read, written, next, log: Arc::clone(&log) };
-            let run = session.encode_in_foreign(Box::new(told), |session| {
-                session.run(&desc, &inputs, &mut outputs)?;
-                session.run(&desc, &inputs, &mut outputs)
-            });
+            // SAFETY: as above.
+            let run = unsafe {
+                session.encode_in_foreign(Box::new(told), |session| {
+                    session.run(&desc, &inputs, &mut outputs)?;
+                    session.run(&desc, &inputs, &mut outputs)
+                })
+            };
             run.unwrap();
             encoder.endEncoding();
             commands.commit();
@@ -234,6 +236,7 @@ fn writes_of_the_host_follow_launches_and_wait_for_none() {
     let (inputs, mut outputs) = tensors.tensors();
     session.run(&desc, &inputs, &mut outputs).unwrap();
     let want = expected(&metal, 1, 100);
+    let values: Vec<f32> = gpu.to_vec(&tensors.v).unwrap();
     // The device is late: nothing has run. New queries must not reach the run before.
     let (inputs, mut outputs) = tensors.tensors();
     session.run(&desc, &inputs, &mut outputs).unwrap();
@@ -241,13 +244,15 @@ fn writes_of_the_host_follow_launches_and_wait_for_none() {
     let zeros = vec![0u8; 8 * 64 * 4];
     gpu.write(&mut tensors.q, 0, &zeros).unwrap();
     // As many bytes as an encoder does not take by itself.
-    let (mut long, bytes) = (gpu.uninit::<u8>(10_000).unwrap(), vec![7u8; 10_000]);
-    gpu.write(&mut long, 0, &bytes).unwrap();
-    gpu.write(&mut tensors.v, 100, &bytes[..9_000]).unwrap();
+    let bytes = vec![7u8; 9_000];
+    let before: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    gpu.write(&mut tensors.v, 100, &bytes).unwrap();
     assert_eq!(control.counters().dispatches, committed, "a write waited");
     assert_eq!(tensors.out(&metal), want);
     assert_eq!(gpu.to_vec::<f32>(&tensors.q).unwrap(), vec![0.0; 8 * 64]);
-    assert_eq!(gpu.to_vec::<u8>(&long).unwrap(), bytes);
+    let after: Vec<u8> =
+        gpu.to_vec::<f32>(&tensors.v).unwrap().into_iter().flat_map(|x| x.to_ne_bytes()).collect();
+    assert_eq!(after, [&before[..100], &bytes, &before[9_100..]].concat());
     // Memory that is idle is written at once.
     let dispatches = control.counters().dispatches;
     gpu.write(&mut tensors.q, 4, &1.0f32.to_ne_bytes()).unwrap();
@@ -268,9 +273,10 @@ fn a_step_of_the_same_size_takes_no_memory_and_waits_for_nothing() {
         let (inputs, mut outputs) = tensors.tensors();
         session.run(&desc, &inputs, &mut outputs).unwrap();
     };
-    run(100);
+    // The second step is the first that writes behind a launch.
+    (100..102).for_each(&mut run);
     let before = control.counters();
-    (101..130).for_each(&mut run);
+    (102..130).for_each(&mut run);
     let after = control.counters();
     assert_eq!((after.buffers, after.pipelines), (before.buffers, before.pipelines));
     assert_eq!(after.dispatches, before.dispatches, "something waited");
@@ -306,6 +312,57 @@ fn what_is_encoded_for_the_caller_is_refused_where_it_cannot_be() {
         commands.waitUntilCompleted();
     });
     assert_eq!(metal.gpu().to_vec::<f32>(&memory).unwrap()[0], f32::from_ne_bytes([1; 4]));
+    autoreleasepool(|_| {
+        let unretained = metal.gpu().queue().unwrap().commandBufferWithUnretainedReferences().unwrap();
+        let error = session.encode(&unretained, DispatchType::Serial, |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("does not retain its references"), "{error}");
+    });
+}
+
+#[test]
+fn results_of_the_callers_command_buffers_are_waited_for() {
+    let metal = metal(Profile::m3_max());
+    let control = control_of(&metal);
+    let want = expected(&metal, 1, 100);
+    let mut tensors = Tensors::new(&metal, 1, 100);
+    let desc = tensors.desc();
+    let mut session = metal.session();
+    let mut encode = |tensors: &mut Tensors| {
+        let commands = metal.gpu().queue().unwrap().commandBuffer().unwrap();
+        let (inputs, mut outputs) = tensors.tensors();
+        let encoded = session.encode(&commands, DispatchType::Serial, |session| {
+            session.run(&desc, &inputs, &mut outputs)?;
+            // A device of the session that is kept launches nothing after the encoder has ended.
+            Ok(session.gpu().clone())
+        });
+        (commands, encoded.unwrap())
+    };
+    autoreleasepool(|_| {
+        let (commands, kept) = encode(&mut tensors);
+        assert_eq!(kept.write(&mut tensors.q, 0, &[0; 4]), Err(DeviceError::Ended));
+        assert_eq!(metal.gpu().to_vec::<f32>(&tensors.out), Err(DeviceError::NotCommitted));
+        // Other memory is not concerned.
+        let other = metal.gpu().buffer_from(&[1.0f32]).unwrap();
+        assert_eq!(metal.gpu().to_vec::<f32>(&other), Ok(vec![1.0]));
+        commands.commit();
+    });
+    // Nobody has waited.
+    assert_eq!(tensors.out(&metal), want);
+    // One that fails says so when its results are read.
+    autoreleasepool(|_| {
+        let (commands, _) = encode(&mut tensors);
+        control.fail_command_buffer(flashtile_metal::objc2_metal::MTLCommandBufferError::Timeout);
+        commands.commit();
+    });
+    let failed = metal.gpu().to_vec::<f32>(&tensors.out);
+    assert!(matches!(failed, Err(DeviceError::Execution { .. })), "{failed:?}");
+    // One that is given up, with the numbers of the sequences that were written in it.
+    autoreleasepool(|_| drop(encode(&mut tensors)));
+    let (inputs, mut outputs) = tensors.tensors();
+    session.run(&desc, &inputs, &mut outputs).unwrap();
+    let _ = metal.gpu().to_vec::<f32>(&tensors.out);
+    assert_eq!(tensors.out(&metal), want);
+    assert_eq!(control.take_violations(), [""; 0]);
 }
 
 #[test]
