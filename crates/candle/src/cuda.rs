@@ -2,10 +2,9 @@
 
 #![allow(unsafe_code, reason = "flashtile takes device memory by its address")]
 
+use crate::gpu::{check_inside, desc, prepare};
 use crate::options::{Mask, Options};
-use crate::storage::{
-    Axes, CallAxes, Qkv, check_no_gradient, logical, logical_mask, lse_dims, refused, refused_shape,
-};
+use crate::storage::{Axes, CallAxes, Qkv, logical, logical_mask, lse_dims, refused, refused_shape};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::op::BackpropOp;
@@ -20,7 +19,7 @@ use flashtile::cuda::{
     CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTensor,
     DeviceTensorMut, Session,
 };
-use flashtile::{BlockTables, Dims, Dtype, MaskKind, ProblemDesc};
+use flashtile::{BlockTables, Dtype, MaskKind, ProblemDesc};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,21 +31,7 @@ pub(crate) fn apply(
     mut options: Options,
     device: &Device,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    tensors.each(|name, tensor| check_same_device(name, tensor, device))?;
-    let list = |name, of: Option<Tensor>| of.map(|tensor| dense_list(name, &tensor, device)).transpose();
-    options.alibi_slopes = list("alibi_slopes", options.alibi_slopes)?;
-    options.sinks = list("sinks", options.sinks)?;
-    match &options.mask {
-        None => {}
-        Some(Mask::Visible(mask)) => check_same_device("mask", mask, device)?,
-        Some(Mask::Additive(mask)) => {
-            check_no_gradient("mask", mask)?;
-            check_same_device("mask", mask, device)?;
-        }
-    }
-    if options.lse {
-        tensors.each(check_no_gradient)?;
-    }
+    prepare(tensors, &mut options, device)?;
     let (lse, wanted, axes) = (Arc::new(Mutex::new(None)), options.lse, options.axes());
     let Qkv { q, k, v } = tensors;
     let out = q.apply_op3(k, v, Op { name, options, lse: Arc::clone(&lse) })?;
@@ -57,28 +42,6 @@ pub(crate) fn apply(
     let Some(lse) = lse else { bail!("{name} did not compute the logsumexp") };
     let lse = Tensor::from_storage(Storage::Cuda(lse), lse_dims(axes.q, q)?, BackpropOp::none(), false);
     Ok((out, Some(lse)))
-}
-
-fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
-    if tensor.device().same_device(device) {
-        return Ok(());
-    }
-    // Two candle devices may be of one GPU, and have streams of their own.
-    let (got, expected) = (tensor.device(), device.location());
-    if got.location() == expected {
-        bail!("{name} is on another candle device of {expected:?} than q, k or v: make all tensors on one")
-    }
-    bail!("{name} is on {:?}, and q, k or v on {expected:?}: move it with to_device", got.location())
-}
-
-/// A list of f32 on the device whose elements are contiguous.
-fn dense_list(name: &str, tensor: &Tensor, device: &Device) -> Result<Tensor> {
-    check_same_device(name, tensor, device)?;
-    check_no_gradient(name, tensor)?;
-    match (tensor.dtype(), tensor.rank()) {
-        (DType::F32, 1) => tensor.contiguous(),
-        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
-    }
 }
 
 /// Memory of a tensor on a device, and how it is laid out.
@@ -118,13 +81,7 @@ impl<'a> Stored<'a> {
             // Its offset may lie past the end.
             return Ok(at);
         }
-        let mut axes = self.layout.dims().iter().zip(self.layout.stride());
-        let last = axes.try_fold(self.layout.start_offset(), |last, (&n, &stride)| {
-            last.checked_add((n - 1).checked_mul(stride)?)
-        });
-        if last.is_none_or(|last| last >= len) {
-            bail!("{} lies outside its memory", self.name)
-        }
+        check_inside(self.name, self.layout, len)?;
         let bytes = self.layout.start_offset() * self.storage.dtype().size_in_bytes();
         Ok(at + bytes as u64)
     }
@@ -251,7 +208,7 @@ impl Op {
         let q = tensors.q.view(axes.q, &mut order)?;
         let k = tensors.k.view(axes.kv, &mut order)?;
         let v = tensors.v.view(axes.kv, &mut order)?;
-        let mut desc = self.desc(&q, &k, &v);
+        let mut desc = desc(&self.options, q.dtype, Qkv { q: q.shape, k: k.shape, v: v.shape });
         let mut inputs = DeviceInputs::new(q.tensor, k.tensor, v.tensor);
         inputs.alibi_slopes = extras.slopes.map(|list| list.list(&mut order)).transpose()?;
         inputs.sinks = extras.sinks.map(|list| list.list(&mut order)).transpose()?;
@@ -267,22 +224,6 @@ impl Op {
             Dtype::F16 => call.run::<f16>(&inputs),
             Dtype::BF16 => call.run::<bf16>(&inputs),
         }
-    }
-
-    /// The problem, without a mask.
-    fn desc(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> ProblemDesc {
-        let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q.shape, k.shape);
-        let value_dim = v.shape[3];
-        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
-        let mut desc = ProblemDesc::new(dims, q.dtype);
-        desc.visibility = self.options.visibility;
-        desc.q_offset = self.options.q_offset;
-        desc.scale = self.options.scale;
-        desc.softcap = self.options.softcap;
-        desc.alibi = self.options.alibi_slopes.is_some();
-        desc.sinks = self.options.sinks.is_some();
-        self.options.set_sequences(&mut desc);
-        desc
     }
 }
 

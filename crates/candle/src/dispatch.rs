@@ -24,8 +24,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// ```
 ///
 /// # Errors
-/// Where a tensor is not on the CPU (or, with the feature `cuda`, not on the device of the others), has another dtype, rank or shape, or a last axis whose stride is not 1, and where options contradict
-/// each other. Gradients are not computed: `backward()` through out is an error, and so are variables, or what is computed from them, as an
+/// Where a tensor is not on the CPU (or, with the features `cuda` and `metal`, not on the device of the others), has another dtype, rank or
+/// shape, or a last axis whose stride is not 1, and where options contradict each other. Gradients are not computed: `backward()` through out is an error, and so are variables, or what is computed from them, as an
 /// additive mask, slopes or sinks, and as q, k or v where the logsumexp is asked for.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
     apply("attention", Qkv { q, k, v }, options.clone())
@@ -41,6 +41,10 @@ pub(crate) fn apply(
     #[cfg(feature = "cuda")]
     if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_cuda()) {
         return crate::cuda::apply(name, tensors, options, tensor.device());
+    }
+    #[cfg(feature = "metal")]
+    if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_metal()) {
+        return crate::metal::apply(name, tensors, options, tensor.device());
     }
     tensors.each(check_device)?;
     if options.lse {

@@ -4,7 +4,11 @@ mod compat;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod dispatch;
+#[cfg(any(feature = "cuda", feature = "metal"))]
+mod gpu;
 mod kv_cache;
+#[cfg(feature = "metal")]
+mod metal;
 mod options;
 mod storage;
 

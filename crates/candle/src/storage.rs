@@ -82,7 +82,7 @@ pub(crate) fn refused(error: impl Into<flashtile::Error>) -> Error {
 
 /// The error for a tensor on a device.
 pub(crate) fn unsupported_device(name: &str, location: DeviceLocation) -> Error {
-    let why = if cfg!(feature = "cuda") {
+    let why = if cfg!(any(feature = "cuda", feature = "metal")) {
         "where flashtile-candle does not compute this"
     } else {
         "flashtile-candle computes on the CPU"
@@ -99,7 +99,10 @@ pub(crate) fn check_device(name: &str, tensor: &Tensor) -> Result<()> {
 
 /// Refuses a tensor whose elements cannot be read by the host.
 pub(crate) fn check_readable(name: &str, tensor: &Tensor) -> Result<()> {
-    if cfg!(feature = "cuda") && tensor.device().is_cuda() { Ok(()) } else { check_device(name, tensor) }
+    let device = tensor.device();
+    let on_device =
+        cfg!(feature = "cuda") && device.is_cuda() || cfg!(feature = "metal") && device.is_metal();
+    if on_device { Ok(()) } else { check_device(name, tensor) }
 }
 
 /// Shape and strides of a tensor in the order `[batch, heads, rows, dim]`. Elements of `dim` must be contiguous.
@@ -379,7 +382,7 @@ mod tests {
         assert!(error.contains(&format!("{}", usize::MAX / 8 * 2)), "{error}");
     }
 
-    #[cfg(not(feature = "cuda"))]
+    #[cfg(not(any(feature = "cuda", feature = "metal")))]
     #[test]
     fn another_device_is_named() {
         let error = unsupported_device("alibi_slopes", DeviceLocation::Cuda { gpu_id: 3 }).to_string();
