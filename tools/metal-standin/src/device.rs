@@ -23,7 +23,7 @@ use crate::answer::answer;
 use crate::archive::{ArchiveDescriptor, archive};
 use crate::buffer::{buffer_of, new_buffer, no_copy};
 use crate::counters::{SampleDescriptor, new_samples, sets};
-use crate::foundation::{System, path_of, refuse, set_system};
+use crate::foundation::{System, array, path_of, refuse, set_system};
 use crate::heap::{HeapDescriptor, new_heap, size_and_align};
 use crate::library::{Device, from_file, from_source, function_state};
 use crate::machine::{Machine, invalid, lock};
@@ -467,4 +467,11 @@ pub(crate) fn set_default(profile: Option<Profile>) {
 extern "C-unwind" fn MTLCreateSystemDefaultDevice() -> *mut ProtocolObject<dyn MTLDevice> {
     let device = DEFAULT.get_or_init(|| Some(new_device(lock(&DEFAULT_PROFILE).clone().unwrap_or_default())));
     device.clone().map_or(std::ptr::null_mut(), Retained::into_raw)
+}
+
+/// The symbol that the bindings link to: the default device is the system's only one.
+#[unsafe(no_mangle)]
+extern "C-unwind" fn MTLCopyAllDevices() -> *mut NSArray<ProtocolObject<dyn MTLDevice>> {
+    let device = DEFAULT.get_or_init(|| Some(new_device(lock(&DEFAULT_PROFILE).clone().unwrap_or_default())));
+    Retained::into_raw(array(device.clone().into_iter().collect()))
 }
