@@ -480,6 +480,16 @@ def candle_cuda():
         run("cargo", "clippy", "--locked", "-q", "--all-targets", "--features", "cuda", "--manifest-path", manifest, "--", "-D", "warnings", env=env)
 
 
+@step("candle-metal", "operators of candle with the feature metal: clippy for Apple's systems", full=True)
+def candle_metal():
+    target = "aarch64-apple-darwin"
+    if target not in output("rustup", "target", "list", "--installed")[1].split():
+        run("rustup", "target", "add", target)
+    manifest = ROOT / "crates" / "candle" / "Cargo.toml"
+    options = ["--locked", "-q", "--target", target, "--features", "metal", "--manifest-path", manifest]
+    run("cargo", "clippy", *options, "--", "-D", "warnings", env=OPERATORS)
+
+
 @step("candle-msrv", "operators of candle with the oldest Rust that their manifest names", full=True)
 def candle_msrv():
     manifest = ROOT / "crates" / "candle" / "Cargo.toml"

@@ -378,7 +378,7 @@ impl Op {
     }
 }
 
-/// New memory of candle's for so many elements, and the same to write to.
+/// New memory of candle's for `len` elements, and the same to write to.
 fn new(gpu: &Gpu, device: &MetalDevice, dtype: Dtype, len: usize) -> Result<(MetalStorage, Memory)> {
     let of_candle = match dtype {
         Dtype::F32 => DType::F32,

@@ -10,15 +10,20 @@ use flashtile_candle::{
 };
 use flashtile_metal_standin::{Control, Order, Timing, control};
 use objc2::rc::autoreleasepool;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A new device of candle, which runs what nothing orders in random order.
-fn device(seed: u64) -> (Device, Control) {
+/// One test at a time: all devices of candle are of the system's one device.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// A new device of candle, which runs what nothing orders in random order, and what keeps other tests off it.
+fn device(seed: u64) -> (Device, Control, MutexGuard<'static, ()>) {
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     flashtile_metal_standin::install();
     let device = Device::new_metal(0).unwrap();
     let control = control(device.as_metal_device().unwrap().metal_device().as_ref());
     control.set_timing(Timing::Immediate);
     control.set_order(Order::Random(seed));
-    (device, control)
+    (device, control, alone)
 }
 
 /// Elements from -1 to 1 that differ from seed to seed.
@@ -71,7 +76,7 @@ fn compare<const N: usize>(
 #[test]
 fn functions_give_what_they_give_on_the_cpu() {
     autoreleasepool(|_| {
-        let (device, control) = device(1);
+        let (device, control, _alone) = device(1);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let qkv = &tensors(dtype);
             compare(&device, qkv, "full", |[q, k, v]| flash_attn(q, k, v, 0.125, false));
@@ -97,7 +102,7 @@ fn functions_give_what_they_give_on_the_cpu() {
 #[test]
 fn views_are_read_in_place_and_the_logsumexp_is_given() {
     autoreleasepool(|_| {
-        let (device, control) = device(2);
+        let (device, control, _alone) = device(2);
         // q, k and v inside one projection, whose first rows are left out.
         compare(&device, &[tensor(&[2, 40, 3, 8, 64], 1, DType::F16)], "projection", |[all]| {
             let part = |n| all.narrow(1, 7, 33)?.narrow(2, n, 1)?.squeeze(2);
@@ -121,7 +126,7 @@ fn views_are_read_in_place_and_the_logsumexp_is_given() {
 #[test]
 fn packed_and_paged_sequences() {
     autoreleasepool(|_| {
-        let (device, control) = device(3);
+        let (device, control, _alone) = device(3);
         let ends = |of: &[u32]| Tensor::new(of, &Device::Cpu).unwrap();
         let kv = |seed| tensor(&[60, 2, 64], seed, DType::F16);
         let of = [tensor(&[30, 8, 64], 1, DType::F16), kv(2), kv(3), ends(&[0, 9, 30]), ends(&[0, 25, 60])];
@@ -161,7 +166,7 @@ fn chain([q, k, v]: &[Tensor; 3], rounds: usize, copies: bool) -> Result<Tensor>
 #[test]
 fn launches_follow_candles_own_work_and_nothing_waits() {
     autoreleasepool(|_| {
-        let (device, control) = device(4);
+        let (device, control, _alone) = device(4);
         // Late: what runs before somebody waits for it would be seen.
         control.set_timing(Timing::LATE);
         let there = tensors(DType::F32).map(|tensor| tensor.to_device(&device).unwrap());
@@ -184,10 +189,35 @@ fn launches_follow_candles_own_work_and_nothing_waits() {
 }
 
 #[test]
+fn numbers_of_sequences_are_written_between_launches_that_read_them() {
+    autoreleasepool(|_| {
+        let (device, control, _alone) = device(10);
+        control.set_timing(Timing::LATE);
+        let here = tensors(DType::F32);
+        let there = here.each_ref().map(|tensor| tensor.to_device(&device).unwrap());
+        // One plan and its memory serve all of them.
+        let attend = |[q, k, v]: &[Tensor; 3], len: usize| {
+            let options = Options::full().layout(TensorLayout::Bshd).kv_lens(&[len, 40 - len]);
+            attention(q, k, v, &options).unwrap().0
+        };
+        attend(&there, 4);
+        device.synchronize().unwrap();
+        let before = control.counters().dispatches;
+        // Few enough that all buffers of candle are resident: kernels reach 31 on the software device.
+        let outs: Vec<Tensor> = (5..11).map(|len| attend(&there, len)).collect();
+        assert_eq!(control.counters().dispatches, before, "something waited");
+        for (len, out) in (5..11).zip(outs) {
+            assert!(distance(&attend(&here, len), &out) < 4e-6, "{len}");
+        }
+        assert_eq!(control.take_violations(), [""; 0]);
+    });
+}
+
+#[test]
 fn threads_share_a_device() {
-    let (device, control) = autoreleasepool(|_| device(8));
+    let (device, control, _alone) = autoreleasepool(|_| device(8));
     std::thread::scope(|scope| {
-        for rounds in 1..4 {
+        for rounds in 1..3 {
             let device = &device;
             scope.spawn(move || {
                 autoreleasepool(|_| {
@@ -202,7 +232,7 @@ fn threads_share_a_device() {
 #[test]
 fn what_is_wrong_is_refused() {
     autoreleasepool(|_| {
-        let (device, control) = device(9);
+        let (device, control, _alone) = device(9);
         let here = tensors(DType::F32);
         let [q, k, v] = &here.each_ref().map(|tensor| tensor.to_device(&device).unwrap());
         let said = |result: Result<Tensor>| {
