@@ -5,7 +5,8 @@
 //!
 //! A tensor is a [`Memory`] with a shape and strides, and a memory is a range of an `MTLBuffer`: an inference engine lends its own
 //! buffers ([`Gpu::borrow`]), and encodes attention into its own command buffers ([`Session::encode`]) or encoders
-//! ([`Session::encode_in`]).
+//! ([`Session::encode_in`]). A library that keeps Metal's encoder to itself passes launches on by a [`ForeignEncoder`]
+//! ([`Session::encode_in_foreign`]).
 //!
 //! ```no_run
 //! # #[cfg(target_vendor = "apple")] {
