@@ -161,7 +161,7 @@ def formatting():
     run("cargo", "fmt", "--manifest-path", "python/Cargo.toml", "--check")
     # Needs objc2-metal, which `prepare.py` makes, in its place: cargo reads every manifest.
     run(sys.executable, "-B", METAL / "prepare.py")
-    run("cargo", "fmt", *(f"-p=flashtile-{name}" for name in ("metal-cases", "metal-standin", "objc-standin")), "--check", cwd=METAL)
+    run("cargo", "fmt", *(f"-p=flashtile-{name}" for name in ("metal-cases", "metal-candle", "metal-standin", "objc-standin")), "--check", cwd=METAL)
 
 
 @step("lints", "clippy, on everything")
@@ -440,7 +440,7 @@ def metal():
     run(sys.executable, "-B", METAL / "prepare.py")
     # Its `.cargo/config.toml` is read by a cargo that is started there.
     env = clang() | {"CARGO_TARGET_DIR": TARGET / "metal"}
-    workspace = ["--locked", "-q", "--workspace"]
+    workspace = ["--locked", "-q", "--workspace", "--exclude", "flashtile-metal-candle"]
     run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env, cwd=METAL)
     with Scratch() as kernels:
         run("cargo", "test", *workspace, env=env | {"FLASHTILE_CACHE_DIR": kernels}, cwd=METAL)
@@ -488,6 +488,15 @@ def candle_metal():
     manifest = ROOT / "crates" / "candle" / "Cargo.toml"
     options = ["--locked", "-q", "--target", target, "--features", "metal", "--manifest-path", manifest]
     run("cargo", "clippy", *options, "--", "-D", "warnings", env=OPERATORS)
+
+
+@step("metal-candle", "operators of candle on candle's Metal device, which is the software device", full=True)
+def metal_candle():
+    run(sys.executable, "-B", METAL / "prepare.py")
+    with Scratch() as kernels:
+        env = clang() | {"CARGO_TARGET_DIR": TARGET / "metal", "FLASHTILE_CACHE_DIR": kernels}
+        run("cargo", "clippy", "--locked", "-q", "-p", "flashtile-metal-candle", "--all-targets", "--", "-D", "warnings", env=env, cwd=METAL)
+        run("cargo", "test", "--locked", "-q", "-p", "flashtile-metal-candle", env=env, cwd=METAL)
 
 
 @step("candle-msrv", "operators of candle with the oldest Rust that their manifest names", full=True)

@@ -365,10 +365,13 @@ impl Op {
     ) -> Result<()> {
         let commands = device.command_encoder()?;
         let encoder = Box::new(Encoder(commands.as_ref().clone()));
-        let encoded = session.encode_in_foreign(encoder, |session| match &self.options.tables {
-            None => session.run(desc, inputs, outputs),
-            Some(tables) => session.run_paged(desc, inputs, tables, outputs),
-        });
+        // SAFETY: the encoder is candle's open one, which `commands` keeps from others, and candle's command buffers retain what they use.
+        let encoded = unsafe {
+            session.encode_in_foreign(encoder, |session| match &self.options.tables {
+                None => session.run(desc, inputs, outputs),
+                Some(tables) => session.run_paged(desc, inputs, tables, outputs),
+            })
+        };
         // Until here, nothing else may encode.
         drop(commands);
         encoded.map_err(|error| match error {
