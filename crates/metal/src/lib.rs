@@ -1,12 +1,12 @@
 //! The Metal backend: attention on Apple's GPUs, by the portable kernels.
 //!
-//! Plans are pure and can be made on every system. The rest needs one of Apple's: a [`Metal`] device, [`Session`]s that run attention
-//! over tensors in its memory, and KV caches ([`MetalKvCache`]). Kernels are compiled when they are first needed, and kept on disk.
+//! Plans are pure and can be made on every system. The rest needs one of Apple's: a `Metal` device, `Session`s that run attention
+//! over tensors in its memory, and KV caches (`MetalKvCache`). Kernels are compiled when they are first needed, and kept on disk.
 //!
-//! A tensor is a [`Memory`] with a shape and strides, and a memory is a range of an `MTLBuffer`: an inference engine lends its own
-//! buffers ([`Gpu::borrow`]), and encodes attention into its own command buffers ([`Session::encode`]) or encoders
-//! ([`Session::encode_in`]). A library that keeps Metal's encoder to itself passes launches on by a [`ForeignEncoder`]
-//! ([`Session::encode_in_foreign`]).
+//! A tensor is a `Memory` with a shape and strides, and a memory is a range of an `MTLBuffer`: an inference engine lends its own
+//! buffers (`Gpu::borrow`), and encodes attention into its own command buffers (`Session::encode`) or encoders
+//! (`Session::encode_in`). A library that keeps Metal's encoder to itself passes launches on by a `ForeignEncoder`
+//! (`Session::encode_in_foreign`).
 //!
 //! ```no_run
 //! # #[cfg(target_vendor = "apple")] {

@@ -136,7 +136,7 @@ impl Session {
     /// The errors of `work`.
     ///
     /// # Safety
-    /// - The encoder has not ended, and no other thread uses it meanwhile.
+    /// - The encoder is open, and no other thread uses it meanwhile.
     /// - Its command buffer retains what it uses; otherwise the session and all tensors live until it has completed.
     pub unsafe fn encode_in<T>(
         &mut self,
@@ -155,7 +155,7 @@ impl Session {
     /// The errors of `work`.
     ///
     /// # Safety
-    /// - The encoder has not ended, and no other thread uses it meanwhile.
+    /// - The encoder is open, and no other thread uses it meanwhile.
     /// - Its command buffer retains what it uses; otherwise the session and all tensors live until it has completed.
     pub unsafe fn encode_in_foreign<T>(
         &mut self,

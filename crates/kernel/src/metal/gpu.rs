@@ -110,7 +110,7 @@ impl Gpu {
     /// commands.
     ///
     /// # Safety
-    /// - While this value and its clones exist the encoder has not ended, and no other thread uses it during their launches.
+    /// - While this value and its clones exist, the encoder is open and no other thread uses it during their launches.
     /// - Its command buffer retains what it uses, or memory that launches use, that of sessions too, lives until it has completed.
     #[must_use]
     pub unsafe fn in_encoder(&self, encoder: ComputeEncoder) -> Self {
