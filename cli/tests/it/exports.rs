@@ -300,7 +300,7 @@ fn refusals() {
     let below = format!("{file}/kernels");
     let absent = folder.path().join("absent/kernels");
     let absent = absent.to_str().unwrap();
-    let wide = "prefill_bf16_2_2_128_128_1_4_8_1_8_1";
+    let wide = "prefill_bf16_2_2_128_128_1_4_8_1_8_1_2";
     let cases: &[(&[&str], &str)] = &[
         (
             &[to, "merg", "--target", "metal"],

@@ -114,7 +114,8 @@ fn options_that_are_refused() {
         &["--backend", "simulator"],
         "keys f32 of 8 and values f32 of 8, expected elements of the dtype of q",
     );
-    let why = "--splits: does not apply to the simulator backend, expected --backend auto, cpu or cuda";
+    let why =
+        "--splits: does not apply to the simulator backend, expected --backend auto, cpu, cuda or metal";
     folder.refuse(&["--backend", "simulator", "--splits", "2"], why);
 }
 

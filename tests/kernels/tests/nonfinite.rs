@@ -48,7 +48,11 @@ fn of_elements() {
                     let mut prepared = clean.clone();
                     let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
                     side.set([0, 0, key, 9 * n], nonfinite);
-                    pass(&case, prepared, &all, &format!("{nonfinite} in key {key}, of its value: {values}"));
+                    // An infinity takes the paths of NaN: tilings take turns at it.
+                    let turn = &all[n % all.len()..][..1];
+                    let tilings = if nonfinite.is_nan() { &all[..] } else { turn };
+                    let what = format!("{nonfinite} in key {key}, of its value: {values}");
+                    pass(&case, prepared, tilings, &what);
                 }
             }
         }

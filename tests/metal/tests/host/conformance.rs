@@ -5,11 +5,11 @@ use crate::support::{control_of, runners};
 use flashtile_metal_standin::Profile;
 use flashtile_testkit::{Case, Failure, MetalRunner, Prepared, Runner, catalogue, quantized, seeded_case};
 
-/// Which cases run: every one where `FLASHTILE_METAL_CASES` is `all`, otherwise one of sixteen.
+/// Which cases run: every one where `FLASHTILE_METAL_CASES` is `all`, otherwise one of thirty-two.
 fn reduced(cases: Vec<Case>) -> Vec<Case> {
     match std::env::var("FLASHTILE_METAL_CASES").as_deref() {
         Ok("all") => cases,
-        _ => cases.into_iter().step_by(16).collect(),
+        _ => cases.into_iter().step_by(32).collect(),
     }
 }
 
