@@ -5,8 +5,9 @@ use crate::metal::{self, Metal};
 use crate::options::{CpuArgs, Kernels};
 use crate::report;
 use flashtile::cpu::limits;
+use flashtile::cuda::limits::ProductUnit;
 use flashtile::cuda::{self, Cuda};
-use flashtile::plan::{CpuFacts, Isa, NATIVE_CAPABILITY, PlannedPrefix};
+use flashtile::plan::{CpuFacts, Isa, PlannedPrefix};
 use flashtile::{Cpu, CpuPlan, Dtype, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 use std::ops::Range;
 
@@ -192,8 +193,10 @@ pub(crate) struct Limit {
 enum Products {
     /// Multiply-adds of vectors or threads.
     Fma,
-    /// The matrix unit of NVIDIA.
+    /// The matrix unit of NVIDIA, by products of warps.
     Mma,
+    /// The same by products of warpgroups, of Hopper.
+    Wgmma,
     /// Matrices of 8x8 held by a SIMD group, of Apple.
     Simdgroup,
 }
@@ -209,9 +212,13 @@ impl Limit {
                 (limits::read_bandwidth(threads), Products::Fma)
             }
             (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => {
-                let has_products = cuda.facts().capability >= NATIVE_CAPABILITY || *dtype == Dtype::F16;
-                let products = if has_products { Products::Mma } else { Products::Fma };
-                (cuda::limits::matrix_peak(cuda, *dtype)?, products)
+                let peak = cuda::limits::matrix_peak(cuda, *dtype)?;
+                let products = match peak.unit {
+                    ProductUnit::Wgmma => Products::Wgmma,
+                    ProductUnit::MmaSync => Products::Mma,
+                    _ => Products::Fma,
+                };
+                (peak.rate, products)
             }
             (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => {
                 (cuda::limits::read_bandwidth(cuda)?, Products::Mma)
@@ -262,6 +269,7 @@ impl std::fmt::Display for Limit {
                 let unit = match self.products {
                     Products::Fma => "FMA",
                     Products::Mma => "mma.sync",
+                    Products::Wgmma => "wgmma",
                     Products::Simdgroup => "simdgroup matrix",
                 };
                 write!(f, "{unit} peak {}", report::flop_rate(self.rate))

@@ -44,11 +44,14 @@ mod portable;
 mod prepared;
 mod prewarm;
 mod session;
+#[cfg(test)]
+mod sm90_tests;
 mod sources;
 mod tensor;
 mod timed;
 mod timer;
 mod views;
+mod wgmma;
 
 pub use array::DeviceArray;
 pub use cache::{CudaStore, DeviceKvCache};

@@ -7,6 +7,7 @@ use super::device::Cuda;
 use super::error::CudaError;
 use super::params::{ProductParams, ReadParams};
 use super::sources::Source;
+use crate::plan::NATIVE_CAPABILITY;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Grid;
 
@@ -38,28 +39,64 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
     Ok(bytes as f64 / seconds)
 }
 
-/// Operations a second of the matrix unit by `mma.sync`, two for each multiply-add. An f32 product is a sum of three tf32 products and
-/// counts once. For dtypes that the unit does not multiply (bf16 and f32 before compute capability 8.0) it is the rate of `fma` in f32.
+/// What multiplies in a measurement of [`matrix_peak`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProductUnit {
+    /// Threads, by `fma` in f32: bf16 and f32 before compute capability 8.0.
+    Fma,
+    /// The matrix unit, by `mma.sync`, with operands in registers.
+    MmaSync,
+    /// The matrix unit, by `wgmma`, with operands in shared memory: f16 and bf16 of compute capability 9.0.
+    Wgmma,
+}
+
+/// A measured rate of products.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct MatrixPeak {
+    /// Operations a second, two for each multiply-add.
+    pub rate: f64,
+    /// What multiplies.
+    pub unit: ProductUnit,
+}
+
+/// Operations a second by the fastest products that the device has for a dtype. An f32 product is a sum of three tf32 products and counts
+/// once. NVRTC before 12.0 knows no `wgmma`: there it is the rate of `mma.sync`.
 ///
 /// # Errors
 /// [`CudaError::Device`].
-pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<f64, CudaError> {
+pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<MatrixPeak, CudaError> {
+    // Some milliseconds of each.
     const ROUNDS: u32 = 2000;
+    let capability = cuda.facts().capability;
+    let has_wgmma = capability == (9, 0) && dtype != Dtype::F32 && cuda.compiler()?.0 >= (12, 0);
+    let unit = if has_wgmma {
+        ProductUnit::Wgmma
+    } else if capability < NATIVE_CAPABILITY && dtype != Dtype::F16 {
+        ProductUnit::Fma
+    } else {
+        ProductUnit::MmaSync
+    };
     let failed = || CudaError::driver("measurement of the matrix unit");
     let stream = cuda.context().new_stream().map_err(failed())?;
-    let (entry, depth) = match dtype {
-        Dtype::F32 => ("products_f32", 8.0),
-        Dtype::F16 => ("products_f16", 16.0),
-        Dtype::BF16 => ("products_bf16", 16.0),
+    // Blocks of a multiprocessor, and multiply-adds of a block in a round: 64 products of m16n8k16 (m16n8k8 for f32) by each of eight
+    // warps, or 4 of m64n256k16 by each of two warpgroups.
+    let (source, entry, resident, multiply_adds) = match (unit, dtype) {
+        (ProductUnit::Wgmma, Dtype::F16) => (Source::sm90_limits(), "wgmma_f16", 1, 2 * 4 * 64 * 256 * 16),
+        (ProductUnit::Wgmma, _) => (Source::sm90_limits(), "wgmma_bf16", 1, 2 * 4 * 64 * 256 * 16),
+        (_, Dtype::F32) => (Source::limits(), "products_f32", 2, 8 * 64 * 16 * 8 * 8),
+        (_, Dtype::F16) => (Source::limits(), "products_f16", 2, 8 * 64 * 16 * 8 * 16),
+        (_, Dtype::BF16) => (Source::limits(), "products_bf16", 2, 8 * 64 * 16 * 8 * 16),
     };
-    let function = cuda.function(Source::limits(), entry, 0)?;
+    let function = cuda.function(source, entry, 0)?;
     let sink = stream.alloc_zeros::<u32>(1).map_err(failed())?;
     let params = ProductParams { sink: sink.device_ptr(&stream).0, rounds: ROUNDS, unused: 0 };
-    let blocks = cuda.facts().multiprocessors * 2;
+    let blocks = cuda.facts().multiprocessors * resident;
     let grid = Grid { blocks: [blocks, 1, 1], threads: 256, shared: 0 };
     // SAFETY: the kernel writes at most one f32.
     let launch = || unsafe { function.launch(&stream, grid, &params) };
     let seconds = cuda.gpu().on(&stream).time(RUNS, launch)?.least();
-    let products = blocks as f64 * 8.0 * f64::from(ROUNDS) * 64.0;
-    Ok(products * 2.0 * 16.0 * 8.0 * depth / seconds)
+    let rate = 2.0 * blocks as f64 * f64::from(ROUNDS) * f64::from(multiply_adds) / seconds;
+    Ok(MatrixPeak { rate, unit })
 }

@@ -14,6 +14,15 @@ pub(super) const fn dtype_id(dtype: Dtype) -> u32 {
     }
 }
 
+/// The name of a dtype in the native kernels.
+pub(super) const fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "F32",
+        Dtype::F16 => "F16",
+        Dtype::BF16 => "BF16",
+    }
+}
+
 device_struct! {
     /// A tensor: its address, and the bytes between batch entries (or pages), heads and rows.
     #[derive(Debug, Clone, Copy, Default)]

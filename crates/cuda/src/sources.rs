@@ -3,13 +3,13 @@
 //! A program is one string without headers: types, the structs that host and device have in common, its constants, and then its files, each
 //! after those that it uses.
 
-use crate::params::{Divisor, ForwardParams, MaskTileParams, ProductParams, ReadParams, Tensor};
+use crate::params::{Divisor, ForwardParams, MaskTileParams, ProductParams, ReadParams, Tensor, dtype_name};
 use crate::plan::{MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, Sm80Kernel, Sm80Tile, WorkTile};
-use flashtile_core::dtype::Dtype;
+use crate::wgmma;
 use flashtile_kernel::cuda::Program;
 
-const TYPES: &str = include_str!("kernels/common/types.cuh");
-const COPY: &str = include_str!("kernels/common/copy.cuh");
+pub(crate) const TYPES: &str = include_str!("kernels/common/types.cuh");
+pub(crate) const COPY: &str = include_str!("kernels/common/copy.cuh");
 const MMA: &str = include_str!("kernels/common/mma.cuh");
 const TILE: &str = include_str!("kernels/common/tile.cuh");
 const SCHEDULE: &str = include_str!("kernels/common/schedule.cuh");
@@ -22,6 +22,12 @@ const SM80_COPY_TILE: &str = include_str!("kernels/sm80/copy_tile.cuh");
 const SM80_GEMM: &str = include_str!("kernels/sm80/gemm.cuh");
 const SM80_PREFILL: &str = include_str!("kernels/sm80/prefill.cu");
 const SM80_DECODE: &str = include_str!("kernels/sm80/decode.cu");
+pub(crate) const WGMMA: &str = include_str!("kernels/sm90/wgmma.cuh");
+#[cfg(test)]
+pub(crate) const BARRIER: &str = include_str!("kernels/sm90/barrier.cuh");
+#[cfg(test)]
+pub(crate) const TMA: &str = include_str!("kernels/sm90/tma.cuh");
+const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
@@ -32,6 +38,7 @@ enum Family {
     Sm80Decode,
     MaskTiles,
     Limits,
+    Sm90Limits,
 }
 
 impl Family {
@@ -46,6 +53,7 @@ impl Family {
             Self::Sm80Decode => sm80(SM80_DECODE),
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
+            Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
         }
     }
 
@@ -60,6 +68,7 @@ impl Family {
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
+            Self::Sm90Limits => vec![ProductParams::device_source()],
         };
         sources.join("\n")
     }
@@ -79,15 +88,6 @@ pub(super) struct Source {
 pub(super) enum Access {
     Vector,
     Element,
-}
-
-/// The name of a dtype in the native kernels.
-const fn dtype_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => "F32",
-        Dtype::F16 => "F16",
-        Dtype::BF16 => "BF16",
-    }
 }
 
 impl Source {
@@ -120,6 +120,13 @@ impl Source {
 
     pub(super) fn limits() -> Self {
         Self { name: "cuda-limits".to_owned(), family: Family::Limits, constants: String::new() }
+    }
+
+    /// The limit of products of warpgroups, for compute capability 9.0.
+    pub(super) fn sm90_limits() -> Self {
+        // The columns of `PEAK_N`.
+        let products = wgmma::sources(&[wgmma::MAX_COLUMNS]);
+        Self { name: "cuda-sm90-limits".to_owned(), family: Family::Sm90Limits, constants: products }
     }
 
     /// What the compiler is given.
@@ -234,6 +241,9 @@ mod tests {
             }
             for source in [Source::mask_tiles(), Source::limits()] {
                 add(source);
+            }
+            if facts.capability == (9, 0) && compiler.version().0 >= 12 {
+                add(Source::sm90_limits());
             }
         }
         println!("{} programs", wanted.len());

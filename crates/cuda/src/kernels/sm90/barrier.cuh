@@ -1,0 +1,61 @@
+// Barriers in shared memory (mbarrier): threads and asynchronous copies arrive, threads wait. A phase ends when all have arrived; phase n
+// has parity n % 2.
+
+// For `count` arrivals a phase. `mbarrier_publish` follows the last of a block.
+DEVICE void mbarrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Shows barriers that this thread has made to asynchronous copies; other threads see them after a barrier of the block.
+DEVICE void mbarrier_publish() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Arrives, and has the phase wait for `bytes` bytes of copies besides.
+DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of a parity has ended; the thread may sleep for a while before it learns that it has not.
+DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended;
+}
+
+// Waits for the end of the phase of a parity.
+DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// A place in a ring of STAGES tiles. `full` and `empty` are the first of STAGES barriers each: one that copies end, and one where every
+// consumer arrives.
+template <int STAGES>
+struct RingStage {
+    u32 stage = 0, parity = 0;
+
+    // Waits, as a consumer, for this stage's tile.
+    DEVICE void wait_full(u32 full) const { mbarrier_wait(full + 8 * stage, parity); }
+
+    // Waits, as a producer, until this stage's last tile was consumed. The first pass through the ring waits for nothing.
+    DEVICE void wait_empty(u32 empty) const { mbarrier_wait(empty + 8 * stage, parity ^ 1); }
+
+    DEVICE void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// ---- registers: every warp of a warpgroup gives up registers that it was launched with, or takes ones that others gave up.
+
+template <int REGISTERS>
+DEVICE void release_registers() {
+    static_assert(REGISTERS % 8 == 0);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+DEVICE void take_registers() {
+    static_assert(REGISTERS % 8 == 0);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}

@@ -1,0 +1,67 @@
+// Products of warpgroups: four warps multiply a tile of 64 rows, asynchronously. `Wgmma<T, N>`, printed by the host before this file, is
+// the instruction m64nNk16.
+//
+// Operands in shared memory are panels of 64 columns of 16 bits: rows of 128 bytes with the 128-byte swizzle, as TMA writes them, from a
+// multiple of 1024 bytes on. The panels of a tile follow each other.
+//
+// An accumulator of N columns has N / 2 registers a thread. Register i of lane 4 g + t of warp w is row 16 w + g + 8 (i / 2 % 2) and column
+// 8 (i / 4) + 2 t + i % 2: registers 8 j to 8 j + 7, packed in pairs, are the left operand of step j of a next product.
+
+constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128, WARPGROUP_THREADS = 128, WARPGROUP_ROWS = 64;
+
+// Descriptors of operands: the address in units of 16 bytes, the distances between their parts, and the swizzle.
+//
+// Rows along the products' sum: an operand whose row holds consecutive elements of the sum, as those of q and k do. A step of 16 columns
+// is 32 bytes further; after four follows the next panel.
+DEVICE u64 descriptor_along_rows(u32 at) { return 0x4000004000010000ull | at >> 4; }
+
+// Columns along the products' sum: the right operand whose rows are the elements of the sum, as those of v are, in panels of ROWS rows.
+// A step of 16 rows is 2048 bytes further.
+template <int ROWS>
+DEVICE u64 descriptor_along_columns(u32 at) {
+    static_assert(ROWS % 8 == 0);
+    return 0x4000004000000000ull | (u64)(ROWS * PANEL_ROW_BYTES / 16) << 16 | at >> 4;
+}
+
+// Bytes from a tile's start, in panels of ROWS rows, to step `step` of a product along rows.
+template <int ROWS>
+DEVICE constexpr u32 step_along_rows(int step) {
+    return step / 4 * (ROWS * PANEL_ROW_BYTES) + step % 4 * 32;
+}
+
+DEVICE constexpr u32 step_along_columns(int step) { return step * 16 * PANEL_ROW_BYTES; }
+
+// Bytes from a tile's start, in panels of ROWS rows, to the 16 bytes of a row that hold columns 8 chunk to 8 chunk + 7.
+template <int ROWS>
+DEVICE u32 swizzled_chunk(u32 row, u32 chunk) {
+    return chunk / 8 * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
+}
+
+// Orders a thread's accesses to registers before the products that follow and use them.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Ends a group of products.
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING groups are being computed.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving accesses to these registers over this place: it does not know that products run on after their
+// instruction. It stands before the fence of a group and behind the wait for it, for accumulators and for left operands.
+template <int N>
+DEVICE void pin_registers(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int N>
+DEVICE void pin_registers(u32 (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+// Orders this thread's writes to shared memory before reads by products and TMA that follow a barrier.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
