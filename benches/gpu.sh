@@ -7,9 +7,9 @@
 # are measured if python3 has torch. Steps, all by default: check, tests, prefill, decode, portable (portable and native
 # kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize (if compute-sanitizer is
 # installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, of crates/kernel,
-# except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the parts of Hopper's kernels if UNIT_TESTS names the unit
-# tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS
-# names a folder with its wheel, pytest and what that needs; transformers there are tested too.
+# except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the building blocks of Hopper's kernels if UNIT_TESTS
+# names the unit tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS names a folder with its wheel, pytest
+# and what that needs; transformers there are tested too.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
@@ -73,7 +73,7 @@ if wants tests && [ -n "${KERNEL_TESTS:-}" ]; then
 fi
 
 if wants tests && [ -n "${UNIT_TESTS:-}" ]; then
-    step "tests of the parts of kernels"
+    step "tests of the building blocks of kernels"
     "$UNIT_TESTS" --nocapture sm90_tests:: > "$out/unit-tests.txt" 2>&1 || { tail -40 "$out/unit-tests.txt"; exit 1; }
     grep -E "SKIPPED|test result" "$out/unit-tests.txt"
 fi

@@ -1,5 +1,5 @@
-//! The parts of kernels for compute capability 9.0, on a GPU: products of warpgroups with both kinds of operands, copies by TMA that end where a
-//! sequence ends, and a ring of tiles between a warp that copies and a warpgroup that multiplies.
+//! The building blocks of kernels for compute capability 9.0, on a GPU: products of warpgroups with both kinds of operands, copies by TMA that
+//! end where a sequence ends, and a ring of tiles between a warp that copies and a warpgroup that multiplies.
 
 #![allow(unsafe_code, clippy::print_stdout, reason = "a test that does not run says so")]
 
@@ -229,7 +229,7 @@ fn the_matrix_unit_is_measured_by_its_fastest_products() {
 }
 
 #[test]
-fn parts_compile() {
+fn building_blocks_compile() {
     let compiler = match Compiler::load() {
         Ok(compiler) if compiler.version() >= (12, 0) => compiler,
         Ok(compiler) => {

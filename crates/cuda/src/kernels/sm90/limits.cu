@@ -25,8 +25,8 @@ DEVICE void wgmma_products(float* sink, u32 rounds) {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < PEAK_STEPS; step++) {
-            u32 offset = step_along_rows<PEAK_N>(step);
-            Wgmma<T, PEAK_N>::shared(c, descriptor_along_rows(a + offset), descriptor_along_rows(b + offset), true);
+            u32 offset = k_major_step<PEAK_N>(step);
+            Wgmma<T, PEAK_N>::shared(c, k_major_descriptor(a + offset), k_major_descriptor(b + offset), true);
         }
         wgmma_commit();
         wgmma_wait<1>();

@@ -1,4 +1,4 @@
-// A test of the parts of kernels for compute capability 9.0: out = sum over tiles of keys of (q k^T / 8, rounded) v, for one head of one
+// A test of the building blocks of kernels for compute capability 9.0: out = sum over tiles of keys of (q k^T / 8, rounded) v, for one head of one
 // sequence. One warp of a warpgroup copies tiles by TMA through a ring; the other warpgroup multiplies them.
 
 constexpr int Q_BYTES = WARPGROUP_ROWS * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2, PANELS = HEAD_DIM / PANEL_COLUMNS;
@@ -64,8 +64,8 @@ multiply(const __grid_constant__ MultiplyParams p) {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++)
-            Wgmma<DTYPE, BLOCK_N>::shared(scores, descriptor_along_rows(q + step_along_rows<WARPGROUP_ROWS>(step)),
-                                          descriptor_along_rows(k + at.stage * KV_BYTES + step_along_rows<BLOCK_N>(step)), step > 0);
+            Wgmma<DTYPE, BLOCK_N>::shared(scores, k_major_descriptor(q + k_major_step<WARPGROUP_ROWS>(step)),
+                                          k_major_descriptor(k + at.stage * KV_BYTES + k_major_step<BLOCK_N>(step)), step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(scores);
@@ -78,7 +78,7 @@ multiply(const __grid_constant__ MultiplyParams p) {
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Wgmma<DTYPE, HEAD_DIM>::registers(out, probs[4 * step], probs[4 * step + 1], probs[4 * step + 2], probs[4 * step + 3],
-                                              descriptor_along_columns<BLOCK_N>(v + at.stage * KV_BYTES + step_along_columns(step)), tile > 0 || step > 0);
+                                              mn_major_descriptor<BLOCK_N>(v + at.stage * KV_BYTES + mn_major_step(step)), tile > 0 || step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(out);

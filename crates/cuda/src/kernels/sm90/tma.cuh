@@ -17,7 +17,7 @@ struct RaggedRows {
     // Of `length` rows, the first of which is the tensor's row `start`.
     DEVICE RaggedRows(u32 start, u32 length) : rows((1 << 30) - (i32)length), start(1 << 30), end((i32)(start + length)) {}
 
-    // Copies a box of the map, from `column` and the sequence's row `row` on; `barrier` counts its bytes, those of absent rows too.
+    // Copies a box of the map, from `column` and the sequence's row `row` on; `barrier` counts its bytes, absent rows too.
     DEVICE void load(u32 to, const TensorMap* map, u32 barrier, u32 column, u32 head, u32 row) const {
         asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                      ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(rows + (i32)row), "r"(start), "r"(end) : "memory");

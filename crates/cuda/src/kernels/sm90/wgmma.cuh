@@ -9,33 +9,29 @@
 
 constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128, WARPGROUP_THREADS = 128, WARPGROUP_ROWS = 64;
 
-// Descriptors of operands: the address in units of 16 bytes, the distances between their parts, and the swizzle.
+// Descriptors of operands: the address in units of 16 bytes, the distances between groups of eight rows and between panels, and the
+// swizzle.
 //
-// Rows along the products' sum: an operand whose row holds consecutive elements of the sum, as those of q and k do. A step of 16 columns
-// is 32 bytes further; after four follows the next panel.
-DEVICE u64 descriptor_along_rows(u32 at) { return 0x4000004000010000ull | at >> 4; }
+// K-major: an operand whose row holds consecutive elements of the sum, as rows of q and k do. A step of 16 columns is 32 bytes
+// further; after four follows the next panel.
+DEVICE u64 k_major_descriptor(u32 at) { return 0x4000004000010000ull | at >> 4; }
 
-// Columns along the products' sum: the right operand whose rows are the elements of the sum, as those of v are, in panels of ROWS rows.
-// A step of 16 rows is 2048 bytes further.
+// MN-major: the right operand whose rows are the elements of the sum, as rows of v are, in panels of ROWS rows. A step of 16 rows is
+// 2048 bytes further.
 template <int ROWS>
-DEVICE u64 descriptor_along_columns(u32 at) {
+DEVICE u64 mn_major_descriptor(u32 at) {
     static_assert(ROWS % 8 == 0);
     return 0x4000004000000000ull | (u64)(ROWS * PANEL_ROW_BYTES / 16) << 16 | at >> 4;
 }
 
-// Bytes from a tile's start, in panels of ROWS rows, to step `step` of a product along rows.
+// Bytes from a tile's start, in panels of ROWS rows, to step `step` of a product with a K-major operand.
 template <int ROWS>
-DEVICE constexpr u32 step_along_rows(int step) {
+DEVICE constexpr u32 k_major_step(int step) {
     return step / 4 * (ROWS * PANEL_ROW_BYTES) + step % 4 * 32;
 }
 
-DEVICE constexpr u32 step_along_columns(int step) { return step * 16 * PANEL_ROW_BYTES; }
-
-// Bytes from a tile's start, in panels of ROWS rows, to the 16 bytes of a row that hold columns 8 chunk to 8 chunk + 7.
-template <int ROWS>
-DEVICE u32 swizzled_chunk(u32 row, u32 chunk) {
-    return chunk / 8 * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES + ((chunk % 8 ^ row % 8) << 4);
-}
+// The same for an MN-major operand.
+DEVICE constexpr u32 mn_major_step(int step) { return step * 16 * PANEL_ROW_BYTES; }
 
 // Orders a thread's accesses to registers before the products that follow and use them.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
