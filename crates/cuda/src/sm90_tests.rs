@@ -136,9 +136,9 @@ fn bits(dtype: Dtype, x: f32) -> u16 {
 
 /// A device of compute capability 9.0, if there is one; says so where there is none.
 fn hopper() -> Option<Cuda> {
-    let cuda = Cuda::new(0).map_err(|why| println!("SKIPPED, no kernel ran: {why}")).ok()?;
+    let cuda = Cuda::new(0).map_err(|why| println!("SKIPPED, nothing ran on a GPU: {why}")).ok()?;
     if cuda.facts().capability != (9, 0) {
-        println!("SKIPPED, no kernel ran: {} is not of compute capability 9.0", cuda.name());
+        println!("SKIPPED, nothing ran on a GPU: {} is not of compute capability 9.0", cuda.name());
         return None;
     }
     Some(cuda)
