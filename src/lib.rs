@@ -103,7 +103,7 @@ pub mod plan {
     #[cfg(feature = "cuda")]
     pub use flashtile_cuda::plan::{
         CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
-        PortableTile, Sm80Kernel, Sm80Tile,
+        PortableTile, Sm80Kernel, Sm80Tile, Sm90Kernel, Sm90Tile,
     };
     #[cfg(feature = "metal")]
     pub use flashtile_metal::{MetalFacts, MetalPlan};
@@ -115,7 +115,7 @@ pub mod plan {
             ALL, AMX_64, AVX2_8, AVX512_2, AVX512_64, AVX512BF16_8, PORTABLE_4,
         };
         #[cfg(feature = "cuda")]
-        pub use flashtile_cuda::plan::machines::{A100, ALL_CUDA, H100, H200, RTX_4090, T4};
+        pub use flashtile_cuda::plan::machines::{A100, ALL_CUDA, GH200, H100, H200, RTX_4090, T4};
         #[cfg(feature = "metal")]
         pub use flashtile_metal::ALL_APPLE;
     }

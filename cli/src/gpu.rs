@@ -4,7 +4,7 @@ use crate::failure::{Failure, Result};
 use crate::machine;
 use crate::options::Kernels;
 use flashtile::cuda::Cuda;
-use flashtile::plan::{CudaTile, PortableTile, Sm80Tile};
+use flashtile::plan::{CudaTile, PortableTile, Sm80Tile, Sm90Tile};
 use flashtile::{CudaPlan, Problem, Unsupported};
 #[cfg(feature = "check")]
 use flashtile_testkit::{CudaRunner, Runner};
@@ -36,9 +36,13 @@ pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
     Ok(format!("NVRTC {major}.{minor} ({place}); {kept}"))
 }
 
-/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of
-/// prefill from 64 rows on, which decode does not have, or where the SIMD groups of a team follow, and 1 for one block of keys and values.
+/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG`; or
+/// `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of prefill from 64 rows on, which decode does not have, or where the SIMD groups of a
+/// team follow, and 1 for one block of keys and values.
 pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
+    if let Some(numbers) = text.strip_prefix("wgmma:") {
+        return wgmma_tile(numbers);
+    }
     let numbers: Option<Vec<usize>> = text.split(',').map(|n| n.parse().ok()).collect();
     match numbers.as_deref() {
         Some(&[q, k, fragments, keys, stages, resident, in_registers]) => {
@@ -58,9 +62,19 @@ pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
             Ok(PortableTile::new(rows, keys, simds, resident).into())
         }
         _ => Err("expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers; or \
-                  four of portable kernels: rows, keys, SIMD groups, resident; or five of portable prefill, with the SIMD groups of \
+                  wgmma: and four: warpgroups, keys, stages, ping-pong; or four of portable kernels: rows, keys, SIMD groups, resident; or five of portable prefill, with the SIMD groups of \
                   a team, and a sixth, 1, where keys and values take one block of memory in turn"
             .to_owned()),
+    }
+}
+
+fn wgmma_tile(numbers: &str) -> std::result::Result<CudaTile, String> {
+    let numbers: Option<Vec<usize>> = numbers.split(',').map(|n| n.parse().ok()).collect();
+    match numbers.as_deref() {
+        Some(&[warpgroups, keys, stages, ping_pong]) => {
+            Ok(Sm90Tile::new(warpgroups, keys, stages).with_ping_pong(ping_pong != 0).into())
+        }
+        _ => Err("expected four whole numbers after wgmma: warpgroups, keys, stages, ping-pong".to_owned()),
     }
 }
 

@@ -16,7 +16,9 @@ use crate::report;
 use crate::run::{dims_json, shapes};
 use crate::select::{Selected, select, unplanned};
 use clap::Args;
-use flashtile::plan::{AnyFacts, CpuFacts, CudaFacts, MetalFacts, NATIVE_CAPABILITY, PlannedPrefix};
+use flashtile::plan::{
+    AnyFacts, CpuFacts, CudaFacts, CudaKernel, MetalFacts, NATIVE_CAPABILITY, PlannedPrefix,
+};
 use flashtile::{
     AnyPlan, CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, MetalPlan, PlanOptions, Problem,
     ProblemDesc, SeqLens, Sequences, SharedPrefix,
@@ -436,6 +438,8 @@ impl CudaShown<'_> {
                     "sequences with at most 16 rows ({} per GQA group)",
                     report::counted(gqa_group, "query head")
                 )
+            } else if matches!(kernel, CudaKernel::Sm90(_)) {
+                "sequences with more than 16 rows, and some with more than the 64 of a warpgroup".to_owned()
             } else {
                 "sequences with more rows than a fragment of the matrix unit has".to_owned()
             };

@@ -42,7 +42,7 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Tile of every CUDA kernel instead of the planner's choice:
-    /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
+    /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS, or wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
     #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
     pub(crate) tile: Option<flashtile::plan::CudaTile>,
     #[command(flatten)]

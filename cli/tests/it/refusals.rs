@@ -488,6 +488,8 @@ fn other_commands() {
         (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
         (vec!["check", "--backend", "cuda", "--isa", "avx2"], "--isa: applies to the cpu backend only"),
         (vec!["bench", "--tile", "1,1,1,16,2,1,1"], "--tile: applies to the cuda backend only"),
+        (vec!["bench", "--tile", "wgmma:2,128,2,1"], "--tile: applies to the cuda backend only"),
+        (vec!["bench", "--tile", "wgmma:2,128"], "expected four whole numbers after wgmma"),
         (vec!["bench", "--backend", "reference"], "other backends are not measured"),
         (vec!["plan", "--device", "avx2-8core", "--threads", "2"], "cannot be used with"),
         (

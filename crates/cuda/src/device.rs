@@ -3,7 +3,7 @@
 use super::cudarc::driver::{CudaContext, sys};
 use super::error::CudaError;
 use super::sources::Source;
-use crate::plan::{CudaFacts, CudaPlan};
+use crate::plan::{CudaFacts, CudaPlan, WGMMA_CAPABILITY, WGMMA_COMPILER};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_kernel::cuda::{Function, Gpu};
@@ -66,6 +66,7 @@ impl Cuda {
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR,
             )?,
             l2: get(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+            wgmma: false,
         };
         let min = crate::plan::MIN_CAPABILITY;
         if facts.capability < min {
@@ -73,6 +74,10 @@ impl Cuda {
         }
         // Launches name their streams.
         let gpu = Gpu::with_stream(context.default_stream())?;
+        // Loads the compiler, where its version counts.
+        let compiles_wgmma = || gpu.compiler().is_ok_and(|compiler| compiler.version() >= WGMMA_COMPILER);
+        let wgmma = facts.capability == WGMMA_CAPABILITY && compiles_wgmma();
+        let facts = CudaFacts { wgmma, ..facts };
         let loaded = Mutex::new(HashMap::new());
         Ok(Self { inner: Arc::new(Inner { gpu, facts, loaded }) })
     }

@@ -50,6 +50,7 @@ mod sources;
 mod tensor;
 mod timed;
 mod timer;
+mod tma;
 mod views;
 mod wgmma;
 

@@ -70,8 +70,7 @@ pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<MatrixPeak, CudaError> {
     // Some milliseconds of each.
     const ROUNDS: u32 = 2000;
     let capability = cuda.facts().capability;
-    let has_wgmma = capability == (9, 0) && dtype != Dtype::F32 && cuda.compiler()?.0 >= (12, 0);
-    let unit = if has_wgmma {
+    let unit = if cuda.facts().wgmma && dtype != Dtype::F32 {
         ProductUnit::Wgmma
     } else if capability < NATIVE_CAPABILITY && dtype != Dtype::F16 {
         ProductUnit::Fma

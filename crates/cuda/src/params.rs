@@ -2,6 +2,7 @@
 
 use crate::device_struct::device_struct;
 use crate::tensor::RawTensor;
+use crate::tma::TensorMap;
 use flashtile_core::dtype::Dtype;
 use flashtile_gpu::kernels::attend::divisor;
 
@@ -99,6 +100,26 @@ device_struct! {
         pub(super) mask_q_tiles: u32,
         pub(super) mask_k_blocks: u32,
         pub(super) block_table_width: u32,
+        pub(super) unused: u32,
+    }
+}
+
+device_struct! {
+    /// Parameters of the prefill kernels for compute capability 9.0. Maps are read where kernels copy by TMA.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct PrefillParams {
+        pub(super) q: TensorMap,
+        pub(super) k: TensorMap,
+        pub(super) v: TensorMap,
+        pub(super) forward: ForwardParams,
+        /// Rows of a tensor from one batch entry, or page, to the next.
+        pub(super) q_batch_rows: u32,
+        pub(super) k_batch_rows: u32,
+        pub(super) v_batch_rows: u32,
+        /// Rows of a box of keys or values in pages.
+        pub(super) kv_box_rows: u32,
+        /// Query positions of 64 rows; 0 where warps copy q themselves.
+        pub(super) q_box_positions: u32,
         pub(super) unused: u32,
     }
 }

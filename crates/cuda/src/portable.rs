@@ -43,7 +43,7 @@ pub(super) fn loads(
 ) -> Result<Loads, CudaError> {
     let dtypes = [plan.problem().k_codec(), plan.problem().v_codec()].map(|codec| codec.dtype());
     let aligned = match access {
-        Access::Vector => 16,
+        Access::Tma | Access::Vector => 16,
         // For codes, the alignment of their scales.
         Access::Element => dtypes.iter().map(|dtype| dtype.map_or(2, Dtype::bytes)).min().unwrap_or(2),
     };

@@ -6,12 +6,13 @@ use super::cudarc::driver::sys::CUstreamCaptureStatus;
 use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use super::device::Cuda;
 use super::error::{CudaError, DeviceError};
-use super::params::{Divisor, ForwardParams, MaskTileParams, Tensor, dtype_id};
+use super::params::{Divisor, ForwardParams, MaskTileParams, PrefillParams, Tensor, dtype_id};
 use super::portable::Runs;
 use super::sources::{Access, Source};
 use super::tensor::{DeviceCodes, DeviceInputs, DeviceKv, DeviceOutputs, RawTensor};
+use super::tma::Boxes;
 use crate::plan::{
-    CudaPlan, Engine, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, Sm80Kernel, Sm80Plan,
+    CudaPlan, Engine, MASK_TILE_ROWS, MaskTileTable, NativeKernel, NativePlan, Sm90Kernel, WARPGROUP_ROWS,
     WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
@@ -56,31 +57,49 @@ pub struct Prepared {
 /// The kernels of a plan on the device.
 #[derive(Debug)]
 enum Loaded {
-    Sm80(Sm80Functions),
+    Native(NativeFunctions),
     Portable(Box<Runs>),
 }
 
 #[derive(Debug)]
-struct Sm80Functions {
-    /// For each launch the function for rows that start on 16 bytes; and the function for other rows, once there were some.
-    forward: Vec<(Arc<Function>, Option<Arc<Function>>)>,
+struct NativeFunctions {
+    /// The functions of each launch: by the fastest access, and by others once they were needed.
+    forward: Vec<Vec<(Access, Arc<Function>)>>,
     /// The pre-pass over a materialised mask, where there is one.
     mask_tiles: Option<Arc<Function>>,
 }
 
-impl Sm80Functions {
-    fn new(cuda: &Cuda, plan: &Sm80Plan) -> Result<Self, CudaError> {
-        let vector = |launch: &Launch<Sm80Kernel>| Ok((forward(cuda, &launch.kernel, Access::Vector)?, None));
-        let forward = plan.launches().iter().map(vector).collect::<Result<_, CudaError>>()?;
-        let has_mask = !plan.mask_tile_tables().is_empty();
-        let mask_tiles =
-            has_mask.then(|| cuda.function(Source::mask_tiles(), "mask_tiles", 0)).transpose()?;
-        Ok(Self { forward, mask_tiles })
+impl NativeFunctions {
+    fn new(cuda: &Cuda, plan: &NativePlan) -> Result<Self, CudaError> {
+        let mut functions = Self { forward: vec![Vec::new(); plan.launches().len()], mask_tiles: None };
+        for (n, launch) in plan.launches().iter().enumerate() {
+            functions.forward(cuda, n, &launch.kernel, Access::all(&launch.kernel)[0])?;
+        }
+        if !plan.mask_tile_tables().is_empty() {
+            functions.mask_tiles = Some(cuda.function(Source::mask_tiles(), "mask_tiles", 0)?);
+        }
+        Ok(functions)
+    }
+
+    /// The function of launch `n`.
+    fn forward(
+        &mut self,
+        cuda: &Cuda,
+        n: usize,
+        kernel: &NativeKernel,
+        access: Access,
+    ) -> Result<Arc<Function>, CudaError> {
+        if let Some((_, function)) = self.forward[n].iter().find(|(of, _)| *of == access) {
+            return Ok(Arc::clone(function));
+        }
+        let function = cuda.function(Source::native(kernel, access), "forward", kernel.shared_bytes())?;
+        self.forward[n].push((access, Arc::clone(&function)));
+        Ok(function)
     }
 }
 
 /// What is written to scratch memory before the first run: work tiles, and counters of zero.
-fn schedule_bytes(plan: &Sm80Plan) -> Vec<u8> {
+fn schedule_bytes(plan: &NativePlan) -> Vec<u8> {
     let regions = plan.regions();
     let mut bytes = vec![0u8; regions.written];
     let mut at = regions.work_tiles;
@@ -96,10 +115,6 @@ fn schedule_bytes(plan: &Sm80Plan) -> Vec<u8> {
 fn bytes_of(values: &[WorkTile]) -> &[u8] {
     // SAFETY: the fields of a work tile are integers without gaps.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
-}
-
-fn forward(cuda: &Cuda, kernel: &Sm80Kernel, access: Access) -> Result<Arc<Function>, CudaError> {
-    cuda.function(Source::forward(kernel, access), "forward", kernel.shared_bytes())
 }
 
 impl Cuda {
@@ -135,9 +150,8 @@ impl Prepared {
     ) -> Result<Self, CudaError> {
         let facts = cuda.facts();
         let shared = plan.kernels().map(|kernel| kernel.shared_bytes()).max().unwrap_or(0);
-        let too_old = plan.sm80().is_some_and(|sm80| !sm80.launches().is_empty())
-            && facts.capability < NATIVE_CAPABILITY;
-        if shared > facts.shared_per_block || too_old {
+        let runs = plan.native().is_none_or(|native| native.runs_on(facts));
+        if shared > facts.shared_per_block || !runs {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
         let needed = plan.workspace_bytes();
@@ -159,7 +173,7 @@ impl Prepared {
             }
         };
         let loaded = match plan.engine() {
-            Engine::Sm80(sm80) => Loaded::Sm80(Sm80Functions::new(cuda, sm80)?),
+            Engine::Native(native) => Loaded::Native(NativeFunctions::new(cuda, native)?),
             Engine::Portable(portable) => {
                 Loaded::Portable(Box::new(Runs::new(cuda, stream, plan, portable, at)?))
             }
@@ -202,14 +216,15 @@ impl Prepared {
         if !self.plan.kernels().eq(plan.kernels()) || self.plan.portable() != plan.portable() {
             return refused(format!("launches are of {}, not {}", self.plan, plan));
         }
-        if let (Some(old), Some(new)) = (self.plan.sm80(), plan.sm80()) {
+        if let (Some(old), Some(new)) = (self.plan.native(), plan.native()) {
             if old.regions() != new.regions() {
                 let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
                 return refused(format!(
                     "scratch memory is laid out for other sizes ({old} and {new} bytes)"
                 ));
             }
-            let capacities = |plan: &Sm80Plan| plan.launches().iter().map(|l| l.capacity).collect::<Vec<_>>();
+            let capacities =
+                |plan: &NativePlan| plan.launches().iter().map(|l| l.capacity).collect::<Vec<_>>();
             if capacities(old) != capacities(new) {
                 return refused("launches are of other sizes".to_owned());
             }
@@ -221,7 +236,7 @@ impl Prepared {
     /// Copies to the device what runs read of the plan; `again` what an update changes of it.
     fn write(&self, again: bool) -> Result<(), CudaError> {
         let bytes = match self.plan.engine() {
-            Engine::Sm80(sm80) => schedule_bytes(sm80),
+            Engine::Native(native) => schedule_bytes(native),
             Engine::Portable(portable) if again => portable.plan.updated(self.plan.problem()),
             Engine::Portable(portable) => portable.plan.written(self.plan.problem()),
         };
@@ -257,72 +272,146 @@ impl Prepared {
             (Engine::Portable(portable), Loaded::Portable(runs)) => {
                 runs.run(self.plan.problem(), portable, inputs, outputs)
             }
-            (Engine::Sm80(sm80), Loaded::Sm80(functions)) => {
+            (Engine::Native(native), Loaded::Native(functions)) => {
                 let (Some(k), Some(v)) = (inputs.k.elements(), inputs.v.elements()) else {
                     return Err(CudaError::OtherDevice { kernel: self.plan.kernel() });
                 };
-                let raws = [&inputs.q.raw, k, v, &outputs.out.raw];
-                let access = if raws.into_iter().all(RawTensor::in_vectors) {
-                    Access::Vector
-                } else {
-                    Access::Element
-                };
-                for (launch, (_, element)) in sm80.launches().iter().zip(&mut functions.forward) {
-                    if access == Access::Element && element.is_none() {
-                        *element = Some(forward(&self.cuda, &launch.kernel, access)?);
-                    }
-                }
                 let mut params = params(self.plan.problem(), (inputs, k, v), outputs);
                 params.mask_every_tile = u32::from(!self.plan.options().skip_tiles);
-                let regions = sm80.regions();
+                let regions = native.regions();
                 params.work_tiles = self.at + regions.work_tiles as u64;
                 params.counters = self.at + regions.counters as u64;
                 params.mask_tiles = self.at + regions.mask_tiles as u64;
                 params.partials = self.at + regions.partials as u64;
-                launch_sm80(&self.stream, sm80, functions, access, inputs, params)
+                let tensors = Tensors { q: &inputs.q.raw, k, v, out: &outputs.out.raw };
+                let launches = Launches { cuda: &self.cuda, stream: &self.stream, plan: native, functions };
+                launches.run(tensors, inputs, params)
             }
             // `update` keeps the kind of kernels.
-            (Engine::Sm80(_), Loaded::Portable(_)) | (Engine::Portable(_), Loaded::Sm80(_)) => {
+            (Engine::Native(_), Loaded::Portable(_)) | (Engine::Portable(_), Loaded::Native(_)) => {
                 Err(CudaError::OtherDevice { kernel: self.plan.kernel() })
             }
         }
     }
 }
 
-/// Launches the kernels of a plan one after another; `params` are the first one's.
-fn launch_sm80(
-    stream: &CudaStream,
-    plan: &Sm80Plan,
-    functions: &Sm80Functions,
-    access: Access,
-    inputs: &DeviceInputs<'_>,
-    mut params: ForwardParams,
-) -> Result<(), CudaError> {
-    for (n, launch) in plan.launches().iter().enumerate() {
-        let table = plan.mask_tile_tables().get(n);
-        if let (Some(function), Some(table)) = (&functions.mask_tiles, table) {
-            launch_mask_tiles(stream, function, table, inputs, &mut params)?;
-        }
-        let (vector, element) = &functions.forward[n];
-        let function = element.as_ref().filter(|_| access == Access::Element).unwrap_or(vector);
-        let kernel = &launch.kernel;
-        let grid = Grid {
-            blocks: [launch.capacity.grid, 1, 1],
-            threads: kernel.tile.threads(),
-            shared: kernel.shared_bytes(),
+/// The tensors of elements of a run.
+#[derive(Debug, Clone, Copy)]
+struct Tensors<'a> {
+    q: &'a RawTensor,
+    k: &'a RawTensor,
+    v: &'a RawTensor,
+    out: &'a RawTensor,
+}
+
+impl Tensors<'_> {
+    /// What a kernel for compute capability 9.0 copies by TMA; none where the tensors do not allow it.
+    fn prefill_params(
+        &self,
+        kernel: &Sm90Kernel,
+        gqa_group: usize,
+        forward: ForwardParams,
+    ) -> Option<PrefillParams> {
+        let Sm90Kernel { dtype, tile, paged, .. } = *kernel;
+        let boxes = |raw: &RawTensor, box_heads: usize, box_rows: usize| {
+            let [batch, heads, rows, columns] = raw.shape;
+            let (box_heads, box_rows) = (box_heads as u32, box_rows as u32);
+            let Tensor { at, batch: batch_step, head, row } = Tensor::of(raw);
+            let steps = [batch_step, head, row];
+            Boxes { at, steps, dtype, batch, heads, rows, columns, box_heads, box_rows }.ragged_map()
         };
-        // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
-        // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
-        // problem alone, and its regions lie in the scratch memory.
-        unsafe { function.launch(stream, grid, &params)? };
-        params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
-        params.counters += launch.capacity.counters as u64 * 4;
-        params.partials += (launch.capacity.partials * kernel.partial_floats() * 4) as u64;
-        if let Some(table) = table {
-            params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
+        // The largest power of two that divides a page and a tile.
+        let page_box = 1 << self.k.shape[2].trailing_zeros().min(tile.keys().trailing_zeros());
+        let kv_box_rows = if paged { page_box } else { tile.keys() };
+        if paged && kv_box_rows < MIN_PAGE_BOX {
+            return None;
         }
+        let (k, v) = (boxes(self.k, 1, kv_box_rows)?, boxes(self.v, 1, kv_box_rows)?);
+        // Rows of q are pairs of a position and a head of the GQA group; a box has whole positions.
+        let positions = WARPGROUP_ROWS / gqa_group;
+        let q =
+            if positions * gqa_group == WARPGROUP_ROWS { boxes(self.q, gqa_group, positions) } else { None };
+        let q_box_positions = if q.is_some() { positions as u32 } else { 0 };
+        let q = q.unwrap_or_default();
+        Some(PrefillParams {
+            q: q.map,
+            k: k.map,
+            v: v.map,
+            forward,
+            q_batch_rows: q.batch_rows,
+            k_batch_rows: k.batch_rows,
+            v_batch_rows: v.batch_rows,
+            kv_box_rows: kv_box_rows as u32,
+            q_box_positions,
+            unused: 0,
+        })
     }
-    Ok(())
+}
+
+/// The least rows of a box of a page: 8 rows of 128 bytes are the pattern in which TMA swizzles, and fewer rows take more copies than
+/// threads copy as fast.
+const MIN_PAGE_BOX: usize = 16;
+
+/// The launches of a plan of native kernels.
+struct Launches<'a> {
+    cuda: &'a Cuda,
+    stream: &'a CudaStream,
+    plan: &'a NativePlan,
+    functions: &'a mut NativeFunctions,
+}
+
+impl Launches<'_> {
+    /// Launches the kernels one after another; `params` are the first one's.
+    fn run(
+        self,
+        tensors: Tensors<'_>,
+        inputs: &DeviceInputs<'_>,
+        mut params: ForwardParams,
+    ) -> Result<(), CudaError> {
+        let Self { cuda, stream, plan, functions } = self;
+        let all = [tensors.q, tensors.k, tensors.v, tensors.out];
+        let access =
+            if all.into_iter().all(RawTensor::in_vectors) { Access::Vector } else { Access::Element };
+        for (n, launch) in plan.launches().iter().enumerate() {
+            let table = plan.mask_tile_tables().get(n);
+            if let (Some(function), Some(table)) = (&functions.mask_tiles, table) {
+                launch_mask_tiles(stream, function, table, inputs, &mut params)?;
+            }
+            let kernel = &launch.kernel;
+            let grid = Grid {
+                blocks: [launch.capacity.grid, 1, 1],
+                threads: kernel.tile().threads(),
+                shared: kernel.shared_bytes(),
+            };
+            match kernel {
+                NativeKernel::Sm80(_) => {
+                    let function = functions.forward(cuda, n, kernel, access)?;
+                    // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
+                    // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
+                    // problem alone, and its regions lie in the scratch memory.
+                    unsafe { function.launch(stream, grid, &params)? };
+                }
+                NativeKernel::Sm90(sm90) => {
+                    let gqa_group = params.gqa_group.value as usize;
+                    let by_tma = (access == Access::Vector)
+                        .then(|| tensors.prefill_params(sm90, gqa_group, params))
+                        .flatten();
+                    let access = if by_tma.is_some() { Access::Tma } else { access };
+                    let copied = PrefillParams { forward: params, ..PrefillParams::default() };
+                    let function = functions.forward(cuda, n, kernel, access)?;
+                    // SAFETY: as above; maps describe the views.
+                    unsafe { function.launch(stream, grid, &by_tma.unwrap_or(copied))? };
+                }
+            }
+            params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
+            params.counters += launch.capacity.counters as u64 * 4;
+            params.partials += (launch.capacity.partials * kernel.partial_floats() * 4) as u64;
+            if let Some(table) = table {
+                params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Launches the pre-pass over the mask for one launch, and gives the parameters the table's shape.

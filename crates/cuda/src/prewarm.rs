@@ -19,14 +19,14 @@ impl Cuda {
     pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
         let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
         for plan in plans {
-            let Some(sm80) = plan.sm80() else { continue };
-            for launch in sm80.launches() {
-                for access in [Access::Vector, Access::Element] {
-                    let source = Source::forward(&launch.kernel, access);
+            let Some(native) = plan.native() else { continue };
+            for launch in native.launches() {
+                for &access in Access::all(&launch.kernel) {
+                    let source = Source::native(&launch.kernel, access);
                     wanted.push((source, "forward", launch.kernel.shared_bytes()));
                 }
             }
-            if !sm80.mask_tile_tables().is_empty() {
+            if !native.mask_tile_tables().is_empty() {
                 wanted.push((Source::mask_tiles(), "mask_tiles", 0));
             }
         }

@@ -3,11 +3,11 @@
 
 #![allow(unsafe_code, clippy::print_stdout, reason = "a test that does not run says so")]
 
-use crate::cudarc::driver::sys;
 use crate::device::Cuda;
 use crate::limits::{ProductUnit, matrix_peak};
 use crate::params::dtype_name;
 use crate::sources::{BARRIER, COPY, TMA, TYPES, WGMMA};
+use crate::tma::{Boxes, TensorMap};
 use crate::wgmma;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::{Compiler, Gpu, Grid, Program};
@@ -16,6 +16,7 @@ use half::{bf16, f16};
 /// Queries of the kernel: rows of a warpgroup.
 const ROWS: usize = 64;
 const THREADS: usize = 256;
+const HEADS: usize = 3;
 
 /// A variant of the kernel.
 #[derive(Debug, Clone, Copy)]
@@ -50,8 +51,18 @@ impl Variant {
         let mut columns = vec![head_dim, block_n];
         columns.dedup();
         let products = wgmma::sources(&columns);
-        let files =
-            [TYPES, COPY, WGMMA, &products, BARRIER, TMA, &constants, include_str!("kernels/sm90/tests.cu")];
+        let map = TensorMap::device_source();
+        let files = [
+            TYPES,
+            &map,
+            COPY,
+            WGMMA,
+            &products,
+            BARRIER,
+            TMA,
+            &constants,
+            include_str!("kernels/sm90/tests.cu"),
+        ];
         Program { name: format!("{self:?}"), source: files.join("\n"), options: Vec::new() }
     }
 
@@ -59,11 +70,6 @@ impl Variant {
         (ROWS + 2 * self.stages * self.block_n) * self.head_dim * 2
     }
 }
-
-/// A map of a tensor, as the device reads it.
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
-struct TensorMap([u64; 16]);
 
 /// `MultiplyParams` of the kernel.
 #[derive(Debug)]
@@ -77,37 +83,21 @@ struct MultiplyParams {
     kv_len: u32,
 }
 
-/// The map of packed rows `[tokens, heads, dim]` whose copies end where sequences end: `RaggedRows` of the kernels says how.
-fn ragged_map(dtype: Dtype, at: u64, heads: usize, dim: usize, box_rows: usize) -> TensorMap {
-    let row = (heads * dim) as u64;
-    let (bytes, extent) = (dtype.bytes() as u64, (1 << 31) - 1);
-    let dims = [dim as u64, heads as u64, 1 << 30, extent, extent];
-    let strides = [dim as u64, row, (1 << 34) - row, row].map(|elements| elements * bytes);
-    let (boxes, steps) = ([64, 1, box_rows as u32, 1, 1], [1; 5]);
-    let kind = match dtype {
-        Dtype::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+/// The map of packed rows `[tokens, heads, dim]`.
+fn ragged_map(dtype: Dtype, at: u64, rows: usize, dim: usize, box_rows: usize) -> TensorMap {
+    let row = (HEADS * dim * dtype.bytes()) as i64;
+    let boxes = Boxes {
+        at,
+        steps: [0, (dim * dtype.bytes()) as i64, row],
+        dtype,
+        batch: 1,
+        heads: HEADS,
+        rows,
+        columns: dim,
+        box_heads: 1,
+        box_rows: box_rows as u32,
     };
-    let mut map = TensorMap([0; 16]);
-    // SAFETY: the map has the size and the alignment of the driver's; the arrays have five and four elements, as the rank says.
-    let result = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            (&raw mut map).cast(),
-            kind,
-            5,
-            at as *mut _,
-            dims.as_ptr(),
-            strides.as_ptr(),
-            boxes.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
-    map
+    boxes.ragged_map().unwrap().map
 }
 
 /// Numbers from -1 to 1 without a pattern.
@@ -146,7 +136,6 @@ fn hopper() -> Option<Cuda> {
 
 /// Runs a variant over `kv_len` keys of a sequence that lies between two others, whose rows are NaN; returns the largest error.
 fn run(gpu: &Gpu, variant: Variant, q_len: usize, kv_len: usize) -> f64 {
-    const HEADS: usize = 3;
     const BEFORE: usize = 37;
     let Variant { dtype, head_dim, .. } = variant;
     let (function, _) = gpu.load(&variant.program(), "multiply", variant.shared_bytes()).unwrap();
@@ -162,12 +151,12 @@ fn run(gpu: &Gpu, variant: Variant, q_len: usize, kv_len: usize) -> f64 {
     let (k, k_memory) = upload(2, kv_len);
     let (v, v_memory) = upload(3, kv_len);
     let out = gpu.uninit::<f32>(HEADS * ROWS * head_dim).unwrap();
-    let map = |at: u64, rows| ragged_map(dtype, at, HEADS, head_dim, rows);
+    let map = |at: u64, len: usize, box_rows| ragged_map(dtype, at, len + 2 * BEFORE, head_dim, box_rows);
     let params = MultiplyParams {
         maps: [
-            map(q_memory.address(), ROWS),
-            map(k_memory.address(), variant.block_n),
-            map(v_memory.address(), variant.block_n),
+            map(q_memory.address(), q_len, ROWS),
+            map(k_memory.address(), kv_len, variant.block_n),
+            map(v_memory.address(), kv_len, variant.block_n),
         ],
         out: out.address(),
         q_start: BEFORE as u32,

@@ -3,8 +3,14 @@
 //! A program is one string without headers: types, the structs that host and device have in common, its constants, and then its files, each
 //! after those that it uses.
 
-use crate::params::{Divisor, ForwardParams, MaskTileParams, ProductParams, ReadParams, Tensor, dtype_name};
-use crate::plan::{MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, Sm80Kernel, Sm80Tile, WorkTile};
+use crate::params::{
+    Divisor, ForwardParams, MaskTileParams, PrefillParams, ProductParams, ReadParams, Tensor, dtype_name,
+};
+use crate::plan::{
+    MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, NativeKernel, Sm80Kernel, Sm80Tile, Sm90Kernel, Sm90Tile,
+    WorkTile,
+};
+use crate::tma::TensorMap;
 use crate::wgmma;
 use flashtile_kernel::cuda::Program;
 
@@ -18,15 +24,18 @@ const MASK: &str = include_str!("kernels/common/mask.cuh");
 const SOFTMAX: &str = include_str!("kernels/common/softmax.cuh");
 const EPILOGUE: &str = include_str!("kernels/common/epilogue.cuh");
 const MERGE: &str = include_str!("kernels/common/merge.cuh");
-const SM80_COPY_TILE: &str = include_str!("kernels/sm80/copy_tile.cuh");
+const COPY_TILE: &str = include_str!("kernels/common/copy_tile.cuh");
+const STORE: &str = include_str!("kernels/common/store.cuh");
+const SM80_TILES: &str = include_str!("kernels/sm80/tiles.cuh");
 const SM80_GEMM: &str = include_str!("kernels/sm80/gemm.cuh");
 const SM80_PREFILL: &str = include_str!("kernels/sm80/prefill.cu");
 const SM80_DECODE: &str = include_str!("kernels/sm80/decode.cu");
 pub(crate) const WGMMA: &str = include_str!("kernels/sm90/wgmma.cuh");
-#[cfg(test)]
 pub(crate) const BARRIER: &str = include_str!("kernels/sm90/barrier.cuh");
-#[cfg(test)]
 pub(crate) const TMA: &str = include_str!("kernels/sm90/tma.cuh");
+const SM90_TILES: &str = include_str!("kernels/sm90/tiles.cuh");
+const SM90_RECOMPUTE: &str = include_str!("kernels/sm90/recompute.cuh");
+const SM90_PREFILL: &str = include_str!("kernels/sm90/prefill.cu");
 const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
@@ -36,6 +45,7 @@ const LIMITS: &str = include_str!("kernels/limits.cu");
 enum Family {
     Sm80Prefill,
     Sm80Decode,
+    Sm90Prefill,
     MaskTiles,
     Limits,
     Sm90Limits,
@@ -46,11 +56,16 @@ impl Family {
     fn files(self) -> Vec<&'static str> {
         let sm80 = |kernel| {
             let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
-            common.into_iter().chain([SM80_COPY_TILE, SM80_GEMM, kernel]).collect()
+            common.into_iter().chain([SM80_TILES, COPY_TILE, STORE, SM80_GEMM, kernel]).collect()
         };
         match self {
             Self::Sm80Prefill => sm80(SM80_PREFILL),
             Self::Sm80Decode => sm80(SM80_DECODE),
+            Self::Sm90Prefill => {
+                let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
+                let sm90 = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, STORE, SM90_RECOMPUTE, SM90_PREFILL];
+                common.into_iter().chain(sm90).collect()
+            }
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
@@ -65,6 +80,14 @@ impl Family {
                 Tensor::device_source(),
                 Divisor::device_source(),
                 ForwardParams::device_source(),
+            ],
+            Self::Sm90Prefill => vec![
+                TensorMap::device_source(),
+                WorkTile::device_source(),
+                Tensor::device_source(),
+                Divisor::device_source(),
+                ForwardParams::device_source(),
+                PrefillParams::device_source(),
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
@@ -83,15 +106,72 @@ pub(super) struct Source {
     constants: String,
 }
 
-/// Whether rows of tensors start on 16 bytes, so that they are copied as vectors.
+/// How a kernel reads rows of tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Access {
+    /// By TMA: kernels for compute capability 9.0.
+    Tma,
+    /// In vectors: every row starts on 16 bytes.
     Vector,
+    /// Element by element.
     Element,
 }
 
+impl Access {
+    /// How a kernel can read rows, the fastest first.
+    pub(super) const fn all(kernel: &NativeKernel) -> &'static [Self] {
+        match kernel {
+            NativeKernel::Sm80(_) => &[Self::Vector, Self::Element],
+            NativeKernel::Sm90(_) => &[Self::Tma, Self::Vector, Self::Element],
+        }
+    }
+}
+
+/// What a kernel does to scores, in C++.
+fn scoring(has_bias: bool, has_mask: bool) -> String {
+    format!(
+        "struct Scoring {{\n    static constexpr bool HAS_BIAS = {has_bias}, HAS_MASK = {has_mask};\n}};\n"
+    )
+}
+
 impl Source {
-    pub(super) fn forward(kernel: &Sm80Kernel, access: Access) -> Self {
+    /// The source of a kernel of any architecture.
+    pub(super) fn native(kernel: &NativeKernel, access: Access) -> Self {
+        match kernel {
+            NativeKernel::Sm80(kernel) => Self::sm80(kernel, access),
+            NativeKernel::Sm90(kernel) => Self::sm90(kernel, access),
+        }
+    }
+
+    fn sm90(kernel: &Sm90Kernel, access: Access) -> Self {
+        let Sm90Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
+        let Sm90Tile { warpgroups, keys, stages, ping_pong } = tile;
+        let mut columns = vec![keys, value_dim];
+        columns.sort_unstable();
+        columns.dedup();
+        let constants = [
+            format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
+            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
+            format!("constexpr int WARPS_Q = {}, WARPS_K = 1, MMA_M = 1;", 4 * warpgroups),
+            format!("constexpr int WARP_KEYS = {keys}, STAGES = {stages};"),
+            format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
+            format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS}, MERGE_GROUP = {MERGE_GROUP};"),
+            format!("constexpr bool PING_PONG = {ping_pong}, PAGED = {paged};"),
+            format!("constexpr bool TMA = {};", access == Access::Tma),
+            format!("constexpr bool VECTOR_ROWS = {};", access != Access::Element),
+            scoring(has_bias, has_mask),
+            wgmma::sources(&columns),
+        ];
+        let suffix = match access {
+            Access::Tma => "",
+            Access::Vector => "-vectors",
+            Access::Element => "-elements",
+        };
+        let name = format!("{kernel}{suffix}");
+        Self { name, family: Family::Sm90Prefill, constants: constants.join("\n") }
+    }
+
+    fn sm80(kernel: &Sm80Kernel, access: Access) -> Self {
         let Sm80Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
         let Sm80Tile { warps_q, warps_k, fragments, warp_keys, stages, resident, q_in_registers } = tile;
         let constants = [
@@ -103,10 +183,8 @@ impl Source {
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};"),
             format!("constexpr int MERGE_GROUP = {MERGE_GROUP}, MAX_RECOMPUTED = {MAX_RECOMPUTED};"),
             format!("constexpr bool Q_IN_REGISTERS = {q_in_registers}, PAGED = {paged};"),
-            format!("constexpr bool VECTOR_ROWS = {};", access == Access::Vector),
-            "struct Scoring {".to_owned(),
-            format!("    static constexpr bool HAS_BIAS = {has_bias}, HAS_MASK = {has_mask};"),
-            "};\n".to_owned(),
+            format!("constexpr bool VECTOR_ROWS = {};", access != Access::Element),
+            scoring(has_bias, has_mask),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
         let family = if tile.warps_split_keys() { Family::Sm80Decode } else { Family::Sm80Prefill };
@@ -234,9 +312,9 @@ mod tests {
                     continue;
                 }
                 let plan = CudaPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
-                for launch in plan.sm80().unwrap().launches() {
+                for launch in plan.native().unwrap().launches() {
                     let access = if n % 3 == 2 { Access::Element } else { Access::Vector };
-                    add(Source::forward(&launch.kernel, access));
+                    add(Source::native(&launch.kernel, access));
                 }
             }
             for source in [Source::mask_tiles(), Source::limits()] {
@@ -255,6 +333,73 @@ mod tests {
             })
             .collect();
         assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    /// Bytes of local memory of a thread, as machine code says (`EIATTR_FRAME_SIZE`).
+    fn local_bytes(code: &[u8]) -> Option<usize> {
+        let at = code.windows(4).position(|bytes| bytes == [0x04, 0x11, 0x08, 0x00])?;
+        let count = code.get(at + 8..at + 12)?.first_chunk()?;
+        Some(u32::from_le_bytes(*count) as usize)
+    }
+
+    /// Kernels of every width, tile and way to read rows. `take` chooses among them by their number.
+    fn sm90_sources(take: impl Fn(usize) -> bool) -> Vec<Source> {
+        let mut sources = Vec::new();
+        for (dtype, dim, value_dim) in [
+            (Dtype::BF16, 64, 64),
+            (Dtype::F16, 96, 96),
+            (Dtype::BF16, 128, 128),
+            (Dtype::F16, 192, 128),
+            (Dtype::BF16, 192, 192),
+            (Dtype::BF16, 256, 256),
+        ] {
+            let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
+            let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }]);
+            let dense = ProblemDesc::new(Dims { kv_len: 600, ..paged.dims }, dtype);
+            let (mut with_softcap, mut masked) = (dense.clone(), dense.clone());
+            (with_softcap.softcap, with_softcap.alibi) = (Some(30.0), true);
+            masked.mask = Some(MaskKind::Additive(dtype));
+            let mut paged_with_alibi = paged.clone();
+            (paged_with_alibi.alibi, paged_with_alibi.tree) = (true, true);
+            for mut desc in [dense, paged, with_softcap, masked, paged_with_alibi] {
+                desc.q_offset = Some(QOffset::BottomRight);
+                let problem = desc.validate().unwrap();
+                let plan = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap();
+                let kernel = plan.native().unwrap().launches()[0].kernel;
+                assert!(matches!(kernel, NativeKernel::Sm90(_)), "{kernel}");
+                sources.extend(Access::all(&kernel).iter().map(|&access| Source::native(&kernel, access)));
+            }
+        }
+        sources.into_iter().enumerate().filter(|(n, _)| take(*n)).map(|(_, source)| source).collect()
+    }
+
+    fn check_local_memory(sources: Vec<Source>) {
+        let Some(compiler) = compiler().filter(|compiler| compiler.version() >= (12, 0)) else {
+            return println!("SKIPPED, no kernel was compiled: NVRTC 12.0 knows wgmma");
+        };
+        let target = compiler.target((9, 0));
+        let failed: Vec<String> = sources
+            .into_par_iter()
+            .filter_map(|source| match compiler.compile(&source.program(), &target) {
+                Ok(code) => match local_bytes(&code) {
+                    Some(0) => None,
+                    bytes => Some(format!("{}: {bytes:?} bytes of local memory", source.name)),
+                },
+                Err(why) => Some(why.to_string()),
+            })
+            .collect();
+        assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    #[test]
+    fn wgmma_kernels_have_no_local_memory() {
+        check_local_memory(sm90_sources(|n| n.is_multiple_of(13)));
+    }
+
+    #[test]
+    #[ignore = "takes minutes: NVRTC compiles one program at a time"]
+    fn every_wgmma_kernel_has_no_local_memory() {
+        check_local_memory(sm90_sources(|_| true));
     }
 
     /// Registers of a thread, as machine code says (`EIATTR_REGCOUNT`).

@@ -2,8 +2,9 @@
 
 use super::facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 use super::kernel::{CudaKernel, CudaTile};
+use super::native::NativePlan;
+use super::native_kernel::NativeTile;
 use super::portable::Portable;
-use super::sm80::Sm80Plan;
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
@@ -19,7 +20,7 @@ pub struct CudaPlan {
 /// The kind of kernels that compute a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Engine {
-    Sm80(Sm80Plan),
+    Native(NativePlan),
     Portable(Box<Portable>),
 }
 
@@ -56,24 +57,30 @@ impl CudaPlan {
         let engine = if portable {
             Engine::Portable(Box::new(Portable::new(problem, facts, options, None)?))
         } else {
-            Engine::Sm80(Sm80Plan::new(problem, facts, options, None)?)
+            Engine::Native(NativePlan::new(problem, facts, options, None)?)
         };
         Ok(Self { problem: problem.clone(), options, engine })
     }
 
-    /// The same with a tile of the caller's for all launches: to measure what another one would give. A portable tile is for portable
-    /// kernels, whatever the options ask for.
+    /// The same with a tile of the caller's for all launches: to measure what another one would give. All launches are of kernels of the
+    /// tile's kind, with a portable tile whatever the options ask for.
     ///
     /// # Errors
     /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device, [`Unsupported::Tile`] where no kernel
-    /// has it or where it is for native kernels and portable ones would run.
+    /// has it, where it is for native kernels and portable ones would run, or where kernels of its kind do not compute the problem on
+    /// the device.
     pub fn with_tile(
         problem: &Problem,
         facts: &CudaFacts,
         options: PlanOptions,
         tile: CudaTile,
     ) -> Result<Self, Unsupported> {
-        let portable = Self::takes_portable(problem, facts, options);
+        let native = |tile| {
+            if Self::takes_portable(problem, facts, options)? {
+                return Err(Unsupported::Tile { why: "it is one of native kernels" });
+            }
+            NativePlan::new(problem, facts, options, Some(tile)).map(Engine::Native)
+        };
         let engine = match tile {
             CudaTile::Portable(tile) => {
                 let mut options = options;
@@ -81,10 +88,8 @@ impl CudaPlan {
                 Self::takes_portable(problem, facts, options)?;
                 Engine::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
             }
-            CudaTile::Sm80(_) if portable? => {
-                return Err(Unsupported::Tile { why: "it is one of native kernels" });
-            }
-            CudaTile::Sm80(tile) => Engine::Sm80(Sm80Plan::new(problem, facts, options, Some(tile))?),
+            CudaTile::Sm80(tile) => native(NativeTile::Sm80(tile))?,
+            CudaTile::Sm90(tile) => native(NativeTile::Sm90(tile))?,
         };
         Ok(Self { problem: problem.clone(), options, engine })
     }
@@ -131,16 +136,16 @@ impl CudaPlan {
         &self.engine
     }
 
-    pub(crate) const fn sm80(&self) -> Option<&Sm80Plan> {
+    pub(crate) const fn native(&self) -> Option<&NativePlan> {
         match &self.engine {
-            Engine::Sm80(plan) => Some(plan),
+            Engine::Native(plan) => Some(plan),
             Engine::Portable(_) => None,
         }
     }
 
     pub(crate) const fn portable(&self) -> Option<&Portable> {
         match &self.engine {
-            Engine::Sm80(_) => None,
+            Engine::Native(_) => None,
             Engine::Portable(plan) => Some(&**plan),
         }
     }
@@ -148,16 +153,16 @@ impl CudaPlan {
     /// One kernel for each launch of a native plan, in order; none where there are no query rows. A portable plan yields one, also
     /// without query rows, which stands for the launch of `merge` too.
     pub fn kernels(&self) -> impl Iterator<Item = CudaKernel> {
-        let sm80 = self.sm80().map_or(&[][..], Sm80Plan::launches);
+        let native = self.native().map_or(&[][..], NativePlan::launches);
         let portable = self.portable().map(|plan| CudaKernel::Portable(plan.kernel));
-        sm80.iter().map(|launch| CudaKernel::Sm80(launch.kernel)).chain(portable)
+        native.iter().map(|launch| launch.kernel.into()).chain(portable)
     }
 
     /// Names of the kernels, see [`CudaKernel`], joined by `+`.
     #[must_use]
     pub fn kernel(&self) -> String {
         match &self.engine {
-            Engine::Sm80(plan) => plan.kernel_names(),
+            Engine::Native(plan) => plan.kernel_names(),
             Engine::Portable(plan) => plan.kernel.to_string(),
         }
     }
@@ -166,7 +171,7 @@ impl CudaPlan {
     #[must_use]
     pub fn task_count(&self) -> usize {
         match &self.engine {
-            Engine::Sm80(plan) => plan.work_tile_count(),
+            Engine::Native(plan) => plan.work_tile_count(),
             Engine::Portable(plan) => plan.plan.groups(),
         }
     }
@@ -175,7 +180,7 @@ impl CudaPlan {
     #[must_use]
     pub fn splits(&self) -> usize {
         match &self.engine {
-            Engine::Sm80(plan) => plan.splits(),
+            Engine::Native(plan) => plan.splits(),
             Engine::Portable(plan) => plan.plan.splits(),
         }
     }
@@ -184,7 +189,7 @@ impl CudaPlan {
     #[must_use]
     pub const fn workspace_bytes(&self) -> usize {
         match &self.engine {
-            Engine::Sm80(plan) => plan.regions().len,
+            Engine::Native(plan) => plan.regions().len,
             Engine::Portable(plan) => plan.plan.regions().len,
         }
     }
@@ -193,7 +198,7 @@ impl CudaPlan {
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.engine {
-            Engine::Sm80(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
+            Engine::Native(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
             Engine::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
         }
     }

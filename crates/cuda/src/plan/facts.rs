@@ -18,6 +18,9 @@ pub struct CudaFacts {
     pub registers_per_multiprocessor: usize,
     /// Second-level cache, in bytes.
     pub l2: usize,
+    /// Whether kernels may use the instructions of compute capability 9.0: TMA and products of warpgroups (`wgmma`). The compiler
+    /// must know them: NVRTC 12.0.
+    pub wgmma: bool,
 }
 
 /// The least compute capability for which there are kernels: the portable ones multiply f16 on its matrix unit, and NVRTC 13 compiles
@@ -26,6 +29,12 @@ pub const MIN_CAPABILITY: (u32, u32) = (7, 5);
 
 /// The least compute capability of the CUDA C++ kernels: asynchronous copies, products of bf16.
 pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);
+
+/// The compute capability of `wgmma`, which no other has.
+pub(crate) const WGMMA_CAPABILITY: (u32, u32) = (9, 0);
+
+/// The first version of NVRTC that knows `wgmma` and TMA.
+pub(crate) const WGMMA_COMPILER: (i32, i32) = (12, 0);
 
 /// Bytes of shared memory that the driver keeps of every block of threads.
 pub(super) const RESERVED_SHARED: usize = 1024;

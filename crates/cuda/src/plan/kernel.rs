@@ -2,6 +2,7 @@
 
 use super::portable::{PortableKernel, PortableTile};
 use super::sm80::{Sm80Kernel, Sm80Tile};
+use super::sm90::{Sm90Kernel, Sm90Tile};
 
 /// A kernel of the CUDA backend. [`Display`](std::fmt::Display) is its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -9,6 +10,8 @@ use super::sm80::{Sm80Kernel, Sm80Tile};
 pub enum CudaKernel {
     /// CUDA C++ for compute capability 8.0 and later, with products by `mma.sync`.
     Sm80(Sm80Kernel),
+    /// CUDA C++ for compute capability 9.0, with products by `wgmma` and copies by TMA.
+    Sm90(Sm90Kernel),
     /// The kernel language, printed as CUDA.
     Portable(PortableKernel),
 }
@@ -18,7 +21,7 @@ impl CudaKernel {
     #[must_use]
     pub const fn is_portable(&self) -> bool {
         match self {
-            Self::Sm80(_) => false,
+            Self::Sm80(_) | Self::Sm90(_) => false,
             Self::Portable(_) => true,
         }
     }
@@ -28,6 +31,7 @@ impl CudaKernel {
     pub const fn head_dim(&self) -> usize {
         match self {
             Self::Sm80(kernel) => kernel.head_dim(),
+            Self::Sm90(kernel) => kernel.head_dim(),
             Self::Portable(kernel) => kernel.head_dim(),
         }
     }
@@ -37,6 +41,7 @@ impl CudaKernel {
     pub const fn value_dim(&self) -> usize {
         match self {
             Self::Sm80(kernel) => kernel.value_dim(),
+            Self::Sm90(kernel) => kernel.value_dim(),
             Self::Portable(kernel) => kernel.value_dim(),
         }
     }
@@ -46,6 +51,7 @@ impl CudaKernel {
     pub fn shared_bytes(&self) -> usize {
         match self {
             Self::Sm80(kernel) => kernel.shared_bytes(),
+            Self::Sm90(kernel) => kernel.shared_bytes(),
             Self::Portable(kernel) => kernel.shared_bytes(),
         }
     }
@@ -55,6 +61,7 @@ impl CudaKernel {
     pub const fn tile(&self) -> CudaTile {
         match self {
             Self::Sm80(kernel) => CudaTile::Sm80(*kernel.tile()),
+            Self::Sm90(kernel) => CudaTile::Sm90(*kernel.tile()),
             Self::Portable(kernel) => CudaTile::Portable(*kernel.tile()),
         }
     }
@@ -64,6 +71,7 @@ impl std::fmt::Display for CudaKernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Sm80(kernel) => kernel.fmt(f),
+            Self::Sm90(kernel) => kernel.fmt(f),
             Self::Portable(kernel) => kernel.fmt(f),
         }
     }
@@ -96,6 +104,8 @@ impl serde::Serialize for CudaKernel {
 pub enum CudaTile {
     /// The tile of a [`CudaKernel::Sm80`].
     Sm80(Sm80Tile),
+    /// The tile of a [`CudaKernel::Sm90`].
+    Sm90(Sm90Tile),
     /// The tile of a [`CudaKernel::Portable`].
     Portable(PortableTile),
 }
@@ -106,6 +116,7 @@ impl CudaTile {
     pub const fn rows(&self) -> usize {
         match self {
             Self::Sm80(tile) => tile.rows(),
+            Self::Sm90(tile) => tile.rows(),
             Self::Portable(tile) => tile.rows(),
         }
     }
@@ -115,6 +126,7 @@ impl CudaTile {
     pub const fn keys(&self) -> usize {
         match self {
             Self::Sm80(tile) => tile.keys(),
+            Self::Sm90(tile) => tile.keys(),
             Self::Portable(tile) => tile.keys(),
         }
     }
@@ -124,6 +136,7 @@ impl CudaTile {
     pub const fn threads(&self) -> usize {
         match self {
             Self::Sm80(tile) => tile.threads(),
+            Self::Sm90(tile) => tile.threads(),
             Self::Portable(tile) => tile.threads(),
         }
     }
@@ -133,6 +146,7 @@ impl CudaTile {
     pub const fn stages(&self) -> Option<usize> {
         match self {
             Self::Sm80(tile) => Some(tile.stages()),
+            Self::Sm90(tile) => Some(tile.stages()),
             Self::Portable(_) => None,
         }
     }
@@ -142,6 +156,7 @@ impl CudaTile {
     pub const fn warps_split_keys(&self) -> bool {
         match self {
             Self::Sm80(tile) => tile.warps_split_keys(),
+            Self::Sm90(_) => false,
             Self::Portable(_) => true,
         }
     }
@@ -151,6 +166,7 @@ impl CudaTile {
     pub const fn resident(&self) -> usize {
         match self {
             Self::Sm80(tile) => tile.resident(),
+            Self::Sm90(tile) => tile.resident(),
             Self::Portable(tile) => tile.resident(),
         }
     }
@@ -159,6 +175,12 @@ impl CudaTile {
 impl From<Sm80Tile> for CudaTile {
     fn from(tile: Sm80Tile) -> Self {
         Self::Sm80(tile)
+    }
+}
+
+impl From<Sm90Tile> for CudaTile {
+    fn from(tile: Sm90Tile) -> Self {
+        Self::Sm90(tile)
     }
 }
 

@@ -16,6 +16,7 @@ pub const A100: CudaFacts = CudaFacts {
     shared_per_multiprocessor: 164 * KIB,
     registers_per_multiprocessor: 65_536,
     l2: 40 * MIB,
+    wgmma: false,
 };
 
 /// NVIDIA GeForce RTX 4090.
@@ -27,6 +28,7 @@ pub const RTX_4090: CudaFacts = CudaFacts {
     shared_per_multiprocessor: 100 * KIB,
     registers_per_multiprocessor: 65_536,
     l2: 72 * MIB,
+    wgmma: false,
 };
 
 /// NVIDIA H100 (SXM).
@@ -38,10 +40,14 @@ pub const H100: CudaFacts = CudaFacts {
     shared_per_multiprocessor: 228 * KIB,
     registers_per_multiprocessor: 65_536,
     l2: 50 * MIB,
+    wgmma: true,
 };
 
 /// NVIDIA H200 (SXM).
 pub const H200: CudaFacts = CudaFacts { l2: 60 * MIB, ..H100 };
+
+/// NVIDIA GH200, the GPU of a Grace Hopper superchip.
+pub const GH200: CudaFacts = CudaFacts { l2: 60 * MIB, ..H100 };
 
 /// NVIDIA T4.
 pub const T4: CudaFacts = CudaFacts {
@@ -52,8 +58,9 @@ pub const T4: CudaFacts = CudaFacts {
     shared_per_multiprocessor: 64 * KIB,
     registers_per_multiprocessor: 65_536,
     l2: 4 * MIB,
+    wgmma: false,
 };
 
 /// Every CUDA device of this module with its name in golden plans.
-pub const ALL_CUDA: [(&str, CudaFacts); 5] =
-    [("h100", H100), ("h200", H200), ("a100", A100), ("rtx4090", RTX_4090), ("t4", T4)];
+pub const ALL_CUDA: [(&str, CudaFacts); 6] =
+    [("h100", H100), ("h200", H200), ("gh200", GH200), ("a100", A100), ("rtx4090", RTX_4090), ("t4", T4)];

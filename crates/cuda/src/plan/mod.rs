@@ -7,8 +7,9 @@
 //! holds at a time; the block that ends a tile last merges its splits, in the order of the keys. The same plan gives the same
 //! bits. `schedule`, `launch` and `work_tile` hold this for native kernels of any architecture.
 //!
-//! `sm80` has the kernels for compute capability 8.0 and later, their tiles and their scratch memory. Sequences whose rows fit one
-//! fragment of the matrix unit, and the others, are launches of their own.
+//! `native` has the launches of a problem and their scratch memory. Sequences whose rows fit one fragment of the matrix unit, and the
+//! others, are launches of their own, each of a kernel of one architecture. `sm80` has the kernels for compute capability 8.0 and later,
+//! and `sm90` those for 9.0, which take over with more rows than one warpgroup has; each has its tiles beside it.
 //!
 //! Older devices run the portable kernels, whose plan is of another kind: see `portable`.
 
@@ -17,18 +18,26 @@ mod facts;
 mod kernel;
 mod launch;
 pub mod machines;
+mod native;
+mod native_kernel;
 mod portable;
 mod schedule;
 mod sm80;
+mod sm90;
+mod variant;
 mod work_tile;
 
 pub use cuda_plan::CudaPlan;
 pub(crate) use cuda_plan::Engine;
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
+pub(crate) use facts::{WGMMA_CAPABILITY, WGMMA_COMPILER};
 pub use kernel::{CudaKernel, CudaTile};
-pub(crate) use launch::{Launch, MASK_TILE_ROWS};
+pub(crate) use launch::MASK_TILE_ROWS;
+pub(crate) use native::{MaskTileTable, NativePlan};
+pub(crate) use native_kernel::NativeKernel;
 pub(crate) use portable::Portable;
 pub use portable::{PortableKernel, PortableTile};
-pub(crate) use sm80::{MaskTileTable, Sm80Plan};
 pub use sm80::{Sm80Kernel, Sm80Tile};
+pub(crate) use sm90::WARPGROUP_ROWS;
+pub use sm90::{Sm90Kernel, Sm90Tile};
 pub(crate) use work_tile::{MAX_RECOMPUTED, MERGE_GROUP, WorkTile};

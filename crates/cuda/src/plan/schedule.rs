@@ -1,7 +1,7 @@
 //! Which block of threads computes which rows and keys.
 
 use super::launch::{Capacity, Launch};
-use super::work_tile::{MAX_RECOMPUTED, MERGE_GROUP, NONE, SPLITS_GROUPED, WorkTile};
+use super::work_tile::{MERGE_GROUP, NONE, SPLITS_GROUPED, WorkTile};
 use flashtile_core::problem::Problem;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -153,8 +153,14 @@ impl Assignment {
 
     /// Tiles as a whole, for `room` blocks of threads that the device holds at a time. Tiles of heads with at most `section` keys together
     /// are neighbours, so that keys are read from the second-level cache; among them the longest come first. Each goes to the block that
-    /// is done first.
-    pub(super) fn whole(mut tiles: Vec<Tile>, block_k: usize, section: usize, room: usize) -> Self {
+    /// is done first, and has at most `max_work_tiles`.
+    pub(super) fn whole(
+        mut tiles: Vec<Tile>,
+        block_k: usize,
+        section: usize,
+        room: usize,
+        max_work_tiles: usize,
+    ) -> Self {
         let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
         let (mut number, mut filled, mut last) = (0, 0usize, None);
         for tile in tiles.drain(..) {
@@ -169,7 +175,7 @@ impl Assignment {
             sections.push((number, tile));
         }
         sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
-        let rounds = sections.len().div_ceil(room * MAX_RECOMPUTED);
+        let rounds = sections.len().div_ceil(room.saturating_mul(max_work_tiles));
         let count = (room * rounds).min(sections.len());
         let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
         // What blocks of threads have to do so far; of equal ones the first.
@@ -178,8 +184,8 @@ impl Assignment {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A tile's beginning and end take about as long as a block of keys. A block of threads with as many work tiles as it
-            // can recompute gets no more: the others have room for the rest.
-            if blocks[block].len() < MAX_RECOMPUTED {
+            // may have gets no more: the others have room for the rest.
+            if blocks[block].len() < max_work_tiles {
                 done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
             }
         }
@@ -364,10 +370,14 @@ mod tests {
         for splits in [1, 2, 5, 1000] {
             check(&Assignment::even(tiles.clone(), &SHAPE, splits), &tiles);
         }
-        for room in [1, 4, 100] {
-            let assignment = Assignment::whole(tiles.clone(), 64, 1000, room);
-            assert!(assignment.blocks.iter().all(|b| !b.is_empty()));
+        for (room, max_work_tiles) in
+            [1, 4, 100].into_iter().flat_map(|room| [1, 3, usize::MAX].map(|max| (room, max)))
+        {
+            let assignment = Assignment::whole(tiles.clone(), 64, 1000, room, max_work_tiles);
+            assert!(assignment.blocks.iter().all(|b| (1..=max_work_tiles).contains(&b.len())));
             check(&assignment, &tiles);
+            let rounds = tiles.len().div_ceil(room.saturating_mul(max_work_tiles));
+            assert_eq!(assignment.blocks.len(), (room * rounds).min(tiles.len()));
         }
     }
 }

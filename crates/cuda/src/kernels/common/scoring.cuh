@@ -120,6 +120,14 @@ DEVICE bool is_visible(const ForwardParams& p, const BiasedRow& row, u32 j) {
     return true;
 }
 
+// A score in units of log2 with the bias of a mask; -inf where that is -inf.
+DEVICE float add_bias(float x, float bias) {
+    // Comparisons with NaN are false: it stays NaN.
+    float core = bias < -HUGE_BIAS ? -HUGE_BIAS : bias > HUGE_BIAS ? HUGE_BIAS : bias;
+    float sum = fmaf(bias - core, HUGE_RATE, fmaf(core, LOG2E, x));
+    return bias == -INF ? -INF : sum;
+}
+
 // The score of a product q . k in units of log2; -inf where the row does not see the key. Tiles that are not MASKED are visible to all of
 // their rows, and have no bias of a mask.
 template <bool MASKED>
@@ -134,11 +142,7 @@ DEVICE float score_mod(const ForwardParams& p, const BiasedRow& row, u32 j, floa
     if (j < row.begin || j >= row.end) return -INF;
     if (row.tree_mask && j >= row.tree_key && !*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) return -INF;
     if constexpr (Scoring::HAS_MASK) {
-        float bias = mask_bias(p, row.mask, j);
-        if (bias == -INF) return -INF;
-        // Comparisons with NaN are false: it stays NaN.
-        float core = bias < -HUGE_BIAS ? -HUGE_BIAS : bias > HUGE_BIAS ? HUGE_BIAS : bias;
-        x = fmaf(bias - core, HUGE_RATE, fmaf(core, LOG2E, x));
+        x = add_bias(x, mask_bias(p, row.mask, j));
     }
     return x;
 }

@@ -97,15 +97,20 @@ struct __align__(16) Probs {
     static constexpr int FRAGMENTS = DTYPE == F32 ? QK_MMA_N : QK_MMA_N / 2;
     u32 x[MMA_M][FRAGMENTS][4];
 
-    // Fragment n of 8 keys.
-    DEVICE void set(int m, int n, const float (&probs)[4]) {
-        if constexpr (DTYPE == F32) {
+    DEVICE void set(const Scores& probs) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[m][n][i] = __float_as_uint(probs[i]);
-        } else {
+        for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) x[m][n / 2][n % 2 * 2 + half] = pack<DTYPE>(probs[2 * half], probs[2 * half + 1]);
-        }
+            for (int n = 0; n < QK_MMA_N; n++) {
+                const float (&from)[4] = probs[m][n];
+                if constexpr (DTYPE == F32) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) x[m][n][i] = __float_as_uint(from[i]);
+                } else {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) x[m][n / 2][n % 2 * 2 + half] = pack<DTYPE>(from[2 * half], from[2 * half + 1]);
+                }
+            }
     }
 
     // The probability of row 16 m + 8 half + g and key 8 n + 2 t + i.
@@ -123,23 +128,78 @@ struct TileRows {
 
 // ---- scores of a tile: masked, raised to probabilities, and accumulated
 
+// Hides the keys of a row that a mask of boolean elements hides, or adds the elements of an additive mask. A lane has keys key0 + 8 n and
+// key0 + 8 n + 1.
+template <bool ADDITIVE, typename Mask>
+DEVICE void apply_mask(Scores& s, int m, int half, Mask mask, u32 key0, u32 begin, u32 end) {
+#pragma unroll
+    for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 j = key0 + n * 8 + i;
+            float& x = s[m][n][2 * half + i];
+            if (j < begin || j >= end) continue;
+            if (ADDITIVE) x = add_bias(x, mask(j));
+            else if (!mask(j)) x = -INF;
+        }
+}
+
+// Scores of a row by their products, in units of log2.
+template <bool MASKED>
+DEVICE void mask_row(const ForwardParams& p, Scores& s, int m, int half, const BiasedRow& row, u32 key0) {
+    if (row.alibi_slope != 0.f) {
+        const int from = (int)(row.alibi_position - (i64)key0);
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& x = s[m][n][2 * half + i];
+                x = fmaf(-row.alibi_slope, fabsf((float)(from - (n * 8 + i))), x);
+            }
+    }
+    if (!MASKED) return;
+    const int begin = (int)(row.begin - key0), end = (int)(row.end - key0);
+#pragma unroll
+    for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (n * 8 + i < begin || n * 8 + i >= end) s[m][n][2 * half + i] = -INF;
+    if (row.tree_mask) {
+        u32 first = row.tree_key > row.begin ? row.tree_key : row.begin;
+        apply_mask<false>(s, m, half, [&](u32 j) { return *(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step); }, key0, first, row.end);
+    }
+    if constexpr (Scoring::HAS_MASK) {
+        const u64 at = row.mask;
+        const u32 step = p.mask_step;
+        switch (p.mask_kind) {
+            case F32: apply_mask<true>(s, m, half, [=](u32 j) { return ((const float*)at)[(u64)j * step]; }, key0, row.begin, row.end); break;
+            case F16: apply_mask<true>(s, m, half, [=](u32 j) { return f16_to_f32(((const u16*)at)[(u64)j * step]); }, key0, row.begin, row.end); break;
+            case BF16: apply_mask<true>(s, m, half, [=](u32 j) { return bf16_to_f32(((const u16*)at)[(u64)j * step]); }, key0, row.begin, row.end); break;
+            default: apply_mask<false>(s, m, half, [=](u32 j) { return ((const u8*)at)[(u64)j * step]; }, key0, row.begin, row.end);
+        }
+    }
+}
+
 template <bool MASKED>
 DEVICE void mask_scores(const ForwardParams& p, Scores& s, const BiasedRow* rows, u32 key0) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int m = 0; m < MMA_M; m++) {
+    for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            BiasedRow row = rows[m * 16 + half * 8 + g];
+        for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[m][n][i] *= p.scale;
+    if (p.softcap != 0.f)
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++)
 #pragma unroll
             for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    float& x = s[m][n][2 * half + i];
-                    x = score_mod<MASKED>(p, row, key0 + n * 8 + 2 * t + i, x);
-                }
-        }
-    }
+                for (int i = 0; i < 4; i++) s[m][n][i] = p.softcap * tanh_accurate(s[m][n][i]);
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) mask_row<MASKED>(p, s, m, half, rows[m * 16 + half * 8 + g], key0 + 2 * t);
 }
 
 template <bool MASKED>
@@ -212,8 +272,8 @@ DEVICE void rescale_o(OnlineSoftmax& acc, const Rescale& rescale) {
     }
 }
 
-// probs = 2^(score - row_max), and their sums of a lane's columns.
-DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, Probs& probs, float (&sums)[MMA_M][2]) {
+// Scores to probabilities, 2^(score - row_max), and their sums of a lane's columns.
+DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, float (&sums)[MMA_M][2]) {
 #pragma unroll
     for (int m = 0; m < MMA_M; m++) {
         float shift[2];
@@ -230,7 +290,6 @@ DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, Probs
                 x = exp2_approx(Scoring::HAS_BIAS ? x - shift[i / 2] : fmaf(x, scale, -shift[i / 2]));
                 sums[m][i / 2] += x;
             }
-            probs.set(m, n, s[m][n]);
         }
     }
 }
@@ -244,7 +303,8 @@ DEVICE void online_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& s
     update_row_max(acc, s, scale, rescale);
     if (RESCALE_FIRST) rescale_o(acc, rescale);
     float sums[MMA_M][2] = {};
-    exponentiate(acc, s, scale, probs, sums);
+    exponentiate(acc, s, scale, sums);
+    probs.set(s);
     if (!RESCALE_FIRST) rescale_o(acc, rescale);
 #pragma unroll
     for (int m = 0; m < MMA_M; m++)

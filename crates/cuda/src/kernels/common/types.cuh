@@ -125,3 +125,9 @@ DEVICE u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+
+template <typename T>
+DEVICE const T* opaque(const T* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}

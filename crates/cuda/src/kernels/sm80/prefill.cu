@@ -101,25 +101,6 @@ struct Warp {
 
 // ---- q
 
-// Copies a warp's rows of q; rows past the last are 0.
-DEVICE void copy_q(const Warp& warp, const WorkTile& work_tile) {
-    const ForwardParams& p = warp.p;
-    constexpr int CHUNKS = QTile::ROW_CHUNKS;
-    u32 lane = opaque(threadIdx.x % 32);
-    // Every lane finds a row, and hands it to those that copy it.
-    u32 own_row = warp.first_row + lane % WARP_ROWS;
-    bool own_exists = work_tile.row + own_row < row_count(p, work_tile);
-    u64 own_address = own_exists ? row_address(p.q, work_tile, q_row(p, work_tile.kv_head, work_tile.row + own_row)) : p.q.at;
-    // Few at a time: accumulators fill the registers.
-#pragma unroll 2
-    for (int n = 0; n < WARP_ROWS * CHUNKS / 32; n++) {
-        u32 index = n * 32 + lane, row = index / CHUNKS, chunk = index % CHUNKS;
-        u64 from = __shfl_sync(ALL_LANES, own_address, row);
-        bool exists = __shfl_sync(ALL_LANES, own_exists, row);
-        copy_chunk(warp.q + QTile::chunk(warp.first_row + row, chunk), from, chunk, p.head_dim, exists);
-    }
-}
-
 // Fetches a warp's rows of q into the second-level cache, some steps before they are copied.
 DEVICE void prefetch_q(const Warp& warp, const WorkTile& work_tile) {
     const ForwardParams& p = warp.p;
@@ -195,7 +176,7 @@ struct KvProducer {
     DEVICE void start() {
         fetched = enter(0);
         copy_first(0);
-        copy_q(warp, warp.memory.work_tiles[0]);
+        copy_warp_q(warp.p, warp.memory.work_tiles[0], warp.first_row, warp.q);
         cp_async_commit();
 #pragma unroll
         for (int n = 1; n < STAGES - 1; n++) fetch(n - 1, n);
@@ -204,85 +185,9 @@ struct KvProducer {
 
 // ---- results
 
-// Stores a row of a warp's fragments: a lane has columns 8 n + 2 t and 8 n + 2 t + 1. WHOLE where the output has all of the columns, at
-// addresses for vectors.
-template <bool WHOLE>
-DEVICE void store_row(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc, int m, int half) {
-    const ForwardParams& p = warp.p;
-    u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first_column = work_tile.panel * VALUE_DIM;
-    u32 row = work_tile.row + warp.first_row + m * 16 + half * 8 + lane / 4;
-    bool exists = row < row_count(p, work_tile);
-    QRow at = exists ? q_row(p, work_tile.kv_head, row) : QRow{0, 0};
-    RowEnd end = finish_row(p, work_tile, at, acc.row_max[m][half], acc.row_sum[m][half]);
-    float factor = end.factor;
-    u64 to = row_address(p.out, work_tile, at) + first_column * ELEMENT_BYTES;
-    if (t == 0 && exists) store_lse(p, work_tile, at, end.lse);
-    if (WHOLE && DTYPE == F32) {
-        to += 2 * t * ELEMENT_BYTES;
-#pragma unroll
-        for (int n = 0; n < PV_MMA_N; n++) {
-            const float(&o)[4] = acc.out[m][n];
-            if (exists) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(finite_mean(o[2 * half], factor, 1.f), finite_mean(o[2 * half + 1], factor, 1.f));
-        }
-    } else if constexpr (WHOLE && DTYPE != F32) {
-        // Lanes of even t store four columns of the first of two fragments, the others four of the second.
-        to += (t % 2 * 8 + t / 2 * 4) * ELEMENT_BYTES;
-#pragma unroll
-        for (int n = 0; n < PV_MMA_N; n += 2) {
-            const float(&o0)[4] = acc.out[m][n], (&o1)[4] = acc.out[m][n + 1];
-            u32 x = pack<DTYPE>(finite_mean(o0[2 * half], factor, 1.f), finite_mean(o0[2 * half + 1], factor, 1.f));
-            u32 y = pack<DTYPE>(finite_mean(o1[2 * half], factor, 1.f), finite_mean(o1[2 * half + 1], factor, 1.f));
-            u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
-            if (exists) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
-        }
-    } else {
-        // Through local memory, for a loop that is not unrolled: this is rare, and takes no room from what is frequent.
-        float copy[2 * PV_MMA_N];
-#pragma unroll
-        for (int n = 0; n < 2 * PV_MMA_N; n++) copy[n] = finite_mean(acc.out[m][n / 2][2 * half + n % 2], factor, 1.f);
-        u32 columns = exists ? p.value_dim - first_column : 0;
-#pragma unroll 1
-        for (u32 n = 0; n < 2 * PV_MMA_N; n++) {
-            u32 column = n / 2 * 8 + 2 * t + n % 2;
-            if (column < columns) store_element(to, column, copy[n]);
-        }
-    }
-}
-
-DEVICE void store_rows(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
-    if (VECTOR_ROWS && (work_tile.panel + 1) * VALUE_DIM <= warp.p.value_dim) {
-#pragma unroll
-        for (int n = 0; n < 2 * MMA_M; n++) store_row<true>(warp, work_tile, acc, n / 2, n % 2);
-    } else {
-#pragma unroll
-        for (int n = 0; n < 2 * MMA_M; n++) store_row<false>(warp, work_tile, acc, n / 2, n % 2);
-    }
-}
-
-// Stores a warp's rows of one split of a tile.
-DEVICE void store_split(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
-    u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-    float* to = partial_at(warp.p, work_tile.partial);
-#pragma unroll
-    for (int m = 0; m < MMA_M; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 row = warp.first_row + m * 16 + half * 8 + g;
-            if (work_tile.row + row >= row_count(warp.p, work_tile)) continue;
-#pragma unroll
-            for (int n = 0; n < PV_MMA_N; n++)
-                __stcg((float2*)(to + row * VALUE_DIM + n * 8 + 2 * t), make_float2(acc.out[m][n][2 * half], acc.out[m][n][2 * half + 1]));
-            if (t == 0) {
-                __stcg(to + PARTIAL_ROW_MAX + row, acc.row_max[m][half]);
-                __stcg(to + PARTIAL_ROW_SUM + row, acc.row_sum[m][half]);
-            }
-        }
-    }
-}
-
 // Stores a warp's rows of one split of a tile; the team that is the last of the splits merges them.
 DEVICE void store_and_merge(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
-    store_split(warp, work_tile, acc);
+    store_split(warp.p, work_tile, warp.first_row, acc);
     u32 rest = row_count(warp.p, work_tile) - work_tile.row, first_row = warp.team * TEAM_ROWS;
     u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
     MergeTeam team = {warp.team, TEAMS, warp.memory.flags.is_last_split + warp.team, TEAM_BARRIER + (int)warp.team,
@@ -327,7 +232,7 @@ struct MmaConsumer {
             acc.reduce_row_sum(warp.p);
             if (CAN_OVERFLOW && stream.is_recomputing) acc.unshrink();
             if (split) store_and_merge(warp, work_tile, acc);
-            else store_rows(warp, work_tile, acc);
+            else store_rows(warp.p, work_tile, warp.first_row, acc);
         }
         __syncwarp();
         if (warp.lane == 0) {
@@ -356,7 +261,7 @@ struct MmaConsumer {
         // The next work tile's rows of q replace those that this warp has read for the last time.
         u32 next = next_index(index);
         __syncwarp();
-        copy_q(warp, warp.memory.work_tiles[next]);
+        copy_warp_q(warp.p, warp.memory.work_tiles[next], warp.first_row, warp.q);
         begin_work_tile(next);
     }
 

@@ -39,11 +39,11 @@ multiply(const __grid_constant__ MultiplyParams p) {
         if (threadIdx.x != WARPGROUP_THREADS) return;
         mbarrier_arrive_expect(q_full, Q_BYTES);
         for (int panel = 0; panel < PANELS; panel++)
-            q_rows.load(q + panel * (WARPGROUP_ROWS * PANEL_ROW_BYTES), q_map, q_full, panel * PANEL_COLUMNS, head, 0);
+            q_rows.load(q + panel * (WARPGROUP_ROWS * PANEL_ROW_BYTES), q_map, q_full, panel * PANEL_COLUMNS, head, 0, l2_evict_first());
         auto load = [&](u32 to, const TensorMap* map, u32 full, u32 row) {
             mbarrier_arrive_expect(full + 8 * at.stage, KV_BYTES);
             for (int panel = 0; panel < PANELS; panel++)
-                kv_rows.load(to + at.stage * KV_BYTES + panel * (BLOCK_N * PANEL_ROW_BYTES), map, full + 8 * at.stage, panel * PANEL_COLUMNS, head, row);
+                kv_rows.load(to + at.stage * KV_BYTES + panel * (BLOCK_N * PANEL_ROW_BYTES), map, full + 8 * at.stage, panel * PANEL_COLUMNS, head, row, l2_evict_last());
         };
         for (u32 tile = 0; tile < tiles; tile++, at.advance()) {
             at.wait_empty(k_empty);

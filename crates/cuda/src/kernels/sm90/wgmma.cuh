@@ -33,6 +33,11 @@ DEVICE constexpr u32 k_major_step(int step) {
 // The same for an MN-major operand.
 DEVICE constexpr u32 mn_major_step(int step) { return step * 16 * PANEL_ROW_BYTES; }
 
+// The descriptor of an operand `bytes` further. Shared memory has less than 2^18 bytes: the sum carries into nothing else.
+DEVICE u64 advance_descriptor(u64 descriptor, u32 bytes) {
+    return descriptor & 0xffffffff00000000ull | ((u32)descriptor + bytes / 16);
+}
+
 // Orders a thread's accesses to registers before the products that follow and use them.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -3,24 +3,17 @@
 use super::tile::{Sm80Tile, candidates};
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
+use crate::plan::variant::{NativeName, has_bias, row_mask_bytes};
 use crate::plan::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequence};
-
-/// The largest scale that kernels fold into the exponential, `2^(x * scale - max * scale)`. The second product is rounded and the first is
-/// not: scores above 2^31 leave a difference that overflows. Larger scales are multiplied before.
-const MAX_FUSED_SCALE: f32 = 1024.0;
 
 /// The most columns of values of a work tile: their accumulators are registers.
 const MAX_VALUE_COLUMNS: usize = 256;
 
 /// Bytes of the `WarpStream` of a warp of the prefill kernel.
 const WARP_STREAM_BYTES: usize = 80;
-
-/// Bytes of a `Row` of the kernels, without and with a bias.
-const ROW_BYTES: usize = 8;
-const BIASED_ROW_BYTES: usize = 40;
 
 /// Bytes of the flags that the warps of a block share.
 const FLAG_BYTES: usize = 16;
@@ -52,23 +45,17 @@ pub struct Sm80Kernel {
 
 impl Sm80Kernel {
     /// The kernel for sequences with up to `rows` rows for each key/value head, with the tile `asked` or the best that the device holds.
-    pub(super) fn choose(
+    pub(in crate::plan) fn choose(
         problem: &Problem,
         facts: &CudaFacts,
         rows: usize,
         asked: Option<Sm80Tile>,
     ) -> Result<Self, Unsupported> {
-        let (dims, desc, dtype) = (problem.dims(), problem.desc(), problem.dtype());
+        let (dims, dtype) = (problem.dims(), problem.dtype());
         let head_dim = dims.head_dim.next_multiple_of(32);
         let panels = dims.value_dim.div_ceil(MAX_VALUE_COLUMNS);
         let value_dim = dims.value_dim.div_ceil(panels).next_multiple_of(32);
-        let has_mask = desc.mask.is_some();
-        let has_bias = has_mask
-            || desc.softcap.is_some()
-            || desc.alibi
-            || desc.tree
-            || !(0.0..=MAX_FUSED_SCALE).contains(&problem.scale())
-            || problem.scale() == 0.0;
+        let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
         let paged = problem.is_cached();
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
         let fits = |kernel: &Self| kernel.shared_bytes() <= facts.shared_per_block;
@@ -114,7 +101,7 @@ impl Sm80Kernel {
     }
 
     /// What the schedule knows of the kernel, for a problem.
-    pub(super) fn tile_shape(&self, problem: &Problem) -> TileShape {
+    pub(in crate::plan) fn tile_shape(&self, problem: &Problem) -> TileShape {
         TileShape {
             rows: self.tile.rows(),
             keys: self.tile.keys(),
@@ -132,7 +119,7 @@ impl Sm80Kernel {
         let (element, rows) = (self.dtype.bytes(), self.tile.rows());
         let q = rows * self.head_dim * element;
         let rings = stages * warps_k * warp_keys * (self.head_dim + self.value_dim) * element;
-        let row_masks = rows * if self.has_bias { BIASED_ROW_BYTES } else { ROW_BYTES };
+        let row_masks = rows * row_mask_bytes(self.has_bias);
         if self.tile.warps_split_keys() {
             // The warps' results, in rows padded by 8 columns, take the place of keys and values.
             let results = warps_k * rows * (self.value_dim + 8 + 2) * 4;
@@ -167,19 +154,9 @@ fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
 
 impl std::fmt::Display for Sm80Kernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let op = if self.tile.warps_split_keys() { "decode" } else { "prefill" };
-        write!(f, "cuda-{op}-{}-d{}", self.dtype, self.head_dim)?;
-        if self.value_dim != self.head_dim {
-            write!(f, "x{}", self.value_dim)?;
-        }
-        write!(f, "-mma{}x{}", self.tile.rows(), self.tile.keys())?;
-        if self.paged {
-            f.write_str("-paged")?;
-        }
-        f.write_str(match (self.has_mask, self.has_bias) {
-            (true, _) => "-mask",
-            (false, true) => "-bias",
-            (false, false) => "",
-        })
+        let Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *self;
+        let op = if tile.warps_split_keys() { "decode" } else { "prefill" };
+        let (products, rows, keys) = ("mma", tile.rows(), tile.keys());
+        NativeName { op, dtype, head_dim, value_dim, products, rows, keys, paged, has_bias, has_mask }.fmt(f)
     }
 }

@@ -24,7 +24,7 @@ pub struct Sm80Tile {
 
 impl Sm80Tile {
     /// The largest number of rows of a sequence and key/value head that one fragment holds.
-    pub(super) const FRAGMENT_ROWS: usize = 16;
+    pub(in crate::plan) const FRAGMENT_ROWS: usize = 16;
 
     /// A tile for one block of threads a multiprocessor, with fragments of q in shared memory: `warps_q` warps over rows of
     /// `fragments` times 16 each, or `warps_k` warps over `warp_keys` keys each, and `stages` tiles of keys in shared memory.

@@ -1,11 +1,5 @@
-// Tiles of q, k and v: from device memory to shared memory by cp.async.
-
-// Threads that copy a tile of keys or values together: eight warps over rows divide the two between them.
-constexpr int LOADERS = WARPS_SPLIT_KEYS ? 32 : WARPS_Q == 8 ? 128 : THREADS;
-
-typedef SwizzledTile<HEAD_DIM, BLOCK_M, ELEMENT_BYTES> QTile;
-typedef SwizzledTile<HEAD_DIM, WARP_KEYS, ELEMENT_BYTES> KTile;
-typedef SwizzledTile<VALUE_DIM, WARP_KEYS, ELEMENT_BYTES> VTile;
+// Tiles of q, k and v: from device memory to shared memory by cp.async. QTile, KTile and VTile are their layouts; LOADERS threads copy a
+// tile of keys or values together.
 
 // Copies the 16 bytes of a row from `chunk` on, as a vector or by elements; columns past `dim` are 0.
 DEVICE void copy_chunk(u32 to, u64 row, u32 chunk, u32 dim, bool exists) {
@@ -57,13 +51,23 @@ struct KvSource {
     }
 };
 
+// The page of a key that exists, and its row there.
+struct PageRow {
+    u32 page, row;
+
+    DEVICE PageRow(const ForwardParams& p, u64 block_table, u32 j) {
+        u32 block = quotient(j, p.page_size);
+        row = j - block * p.page_size.value;
+        if (p.ring_blocks.value) block -= quotient(block, p.ring_blocks) * p.ring_blocks.value;
+        page = __ldg((const u32*)block_table + block);
+    }
+};
+
 // Bytes from the source's address to key j, which exists.
 DEVICE i64 key_offset(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u32 j) {
     if constexpr (PAGED) {
-        u32 block = quotient(j, p.page_size), row = j - block * p.page_size.value;
-        if (p.ring_blocks.value) block -= quotient(block, p.ring_blocks) * p.ring_blocks.value;
-        u32 page = __ldg((const u32*)keys.block_table + block);
-        return (i64)page * tensor.batch + (i64)row * tensor.row;
+        PageRow at(p, keys.block_table, j);
+        return (i64)at.page * tensor.batch + (i64)at.row * tensor.row;
     } else {
         return (i64)j * tensor.row;
     }
@@ -136,5 +140,23 @@ DEVICE void copy_kv_tile(const ForwardParams& p, const KvRows& kv, const CopySta
         if (SHARED_LOOKUP) offset = __shfl_sync(ALL_LANES, found, row);
         else offset = exists ? key_offset(p, kv.tensor, keys, j) : 0;
         copy_chunk(to + T::chunk(row, chunk), kv.head + offset, chunk, kv.dim, exists);
+    }
+}
+
+// Copies a warp's WARP_ROWS rows of q, from `first_row` of the work tile on, to the tile at `to`; rows past the last are 0.
+DEVICE void copy_warp_q(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, u32 to) {
+    constexpr int CHUNKS = QTile::ROW_CHUNKS;
+    u32 lane = opaque(threadIdx.x % 32);
+    // Every lane finds a row, and hands it to those that copy it.
+    u32 own_row = first_row + lane % WARP_ROWS;
+    bool own_exists = work_tile.row + own_row < row_count(p, work_tile);
+    u64 own_address = own_exists ? row_address(p.q, work_tile, q_row(p, work_tile.kv_head, work_tile.row + own_row)) : p.q.at;
+    // Few at a time: accumulators fill the registers.
+#pragma unroll 2
+    for (int n = 0; n < WARP_ROWS * CHUNKS / 32; n++) {
+        u32 index = n * 32 + lane, row = index / CHUNKS, chunk = index % CHUNKS;
+        u64 from = __shfl_sync(ALL_LANES, own_address, row);
+        bool exists = __shfl_sync(ALL_LANES, own_exists, row);
+        copy_chunk(to + QTile::chunk(first_row + row, chunk), from, chunk, p.head_dim, exists);
     }
 }

@@ -1,0 +1,10 @@
+// Layouts of tiles in shared memory: panels of 64 columns, the last filled with zeros.
+
+DEVICE constexpr int padded_columns(int columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS * PANEL_COLUMNS; }
+
+typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, ELEMENT_BYTES> QTile;
+typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, ELEMENT_BYTES> KTile;
+typedef SwizzledTile<padded_columns(VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
+
+// Threads that copy a tile of keys or values together where TMA cannot.
+constexpr int LOADERS = WARPGROUP_THREADS;

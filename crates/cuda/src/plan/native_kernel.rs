@@ -1,0 +1,145 @@
+//! The native kernels of every architecture.
+
+use super::facts::{CudaFacts, NATIVE_CAPABILITY};
+use super::kernel::{CudaKernel, CudaTile};
+use super::schedule::TileShape;
+use super::sm80::{Sm80Kernel, Sm80Tile};
+use super::sm90::{Sm90Kernel, Sm90Tile};
+use super::work_tile::MAX_RECOMPUTED;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::Problem;
+
+/// A kernel of a launch of a native plan. [`Display`](std::fmt::Display) is its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum NativeKernel {
+    Sm80(Sm80Kernel),
+    Sm90(Sm90Kernel),
+}
+
+/// A tile that a caller asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum NativeTile {
+    Sm80(Sm80Tile),
+    Sm90(Sm90Tile),
+}
+
+impl NativeKernel {
+    /// The kernel for sequences with up to `rows` rows for each key/value head, with the tile `asked` or the best that the device holds.
+    pub(super) fn choose(
+        problem: &Problem,
+        facts: &CudaFacts,
+        rows: usize,
+        asked: Option<NativeTile>,
+    ) -> Result<Self, Unsupported> {
+        match asked {
+            Some(NativeTile::Sm80(tile)) => {
+                Sm80Kernel::choose(problem, facts, rows, Some(tile)).map(Self::Sm80)
+            }
+            Some(NativeTile::Sm90(tile)) => Sm90Kernel::choose(problem, facts, Some(tile)).map(Self::Sm90),
+            None if Sm90Kernel::takes(problem, facts, rows) => {
+                Sm90Kernel::choose(problem, facts, None).map(Self::Sm90)
+            }
+            None => Sm80Kernel::choose(problem, facts, rows, None).map(Self::Sm80),
+        }
+    }
+
+    /// Whether a device has what the kernel needs, beside shared memory.
+    pub(super) fn runs_on(self, facts: &CudaFacts) -> bool {
+        match self {
+            Self::Sm80(_) => facts.capability >= NATIVE_CAPABILITY,
+            Self::Sm90(_) => facts.wgmma,
+        }
+    }
+
+    /// Bytes of the second-level cache that keys and values of the heads that are computed at a time may fill. Blocks of threads of `wgmma`
+    /// kernels read them fast enough that less is better, measured on an H100: docs/kernels/hopper.md.
+    pub(super) const fn l2_share(self, facts: &CudaFacts) -> usize {
+        match self {
+            Self::Sm80(_) => facts.l2 / 2,
+            Self::Sm90(_) => facts.l2 / 16,
+        }
+    }
+
+    /// Head dimension that the kernel is compiled for.
+    pub(super) const fn head_dim(self) -> usize {
+        match self {
+            Self::Sm80(kernel) => kernel.head_dim(),
+            Self::Sm90(kernel) => kernel.head_dim(),
+        }
+    }
+
+    /// Columns of v that a work tile computes.
+    pub(super) const fn value_dim(self) -> usize {
+        match self {
+            Self::Sm80(kernel) => kernel.value_dim(),
+            Self::Sm90(kernel) => kernel.value_dim(),
+        }
+    }
+
+    /// How a block of threads divides its work.
+    pub(crate) const fn tile(self) -> CudaTile {
+        match self {
+            Self::Sm80(kernel) => CudaTile::Sm80(*kernel.tile()),
+            Self::Sm90(kernel) => CudaTile::Sm90(*kernel.tile()),
+        }
+    }
+
+    /// Tiles of keys, and of values, in shared memory.
+    pub(super) const fn stages(self) -> usize {
+        match self {
+            Self::Sm80(kernel) => kernel.tile().stages(),
+            Self::Sm90(kernel) => kernel.tile().stages(),
+        }
+    }
+
+    /// What the schedule knows of the kernel, for a problem.
+    pub(super) fn tile_shape(self, problem: &Problem) -> TileShape {
+        match self {
+            Self::Sm80(kernel) => kernel.tile_shape(problem),
+            Self::Sm90(kernel) => kernel.tile_shape(),
+        }
+    }
+
+    /// The most work tiles of a block of threads that computes tiles as a whole: those that it can recompute. An sm90 kernel recomputes
+    /// a work tile before it begins the next one.
+    pub(super) const fn max_work_tiles(self) -> usize {
+        match self {
+            Self::Sm80(_) => MAX_RECOMPUTED,
+            Self::Sm90(_) => usize::MAX,
+        }
+    }
+
+    /// Bytes of shared memory of a block of threads.
+    pub(crate) const fn shared_bytes(self) -> usize {
+        match self {
+            Self::Sm80(kernel) => kernel.shared_bytes(),
+            Self::Sm90(kernel) => kernel.shared_bytes(),
+        }
+    }
+
+    /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
+    pub(crate) const fn partial_floats(self) -> usize {
+        match self {
+            Self::Sm80(kernel) => kernel.partial_floats(),
+            Self::Sm90(kernel) => kernel.partial_floats(),
+        }
+    }
+}
+
+impl From<NativeKernel> for CudaKernel {
+    fn from(kernel: NativeKernel) -> Self {
+        match kernel {
+            NativeKernel::Sm80(kernel) => Self::Sm80(kernel),
+            NativeKernel::Sm90(kernel) => Self::Sm90(kernel),
+        }
+    }
+}
+
+impl std::fmt::Display for NativeKernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Sm80(kernel) => kernel.fmt(f),
+            Self::Sm90(kernel) => kernel.fmt(f),
+        }
+    }
+}

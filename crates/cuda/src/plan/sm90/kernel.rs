@@ -1,0 +1,153 @@
+//! The `wgmma` kernels: what they compute, how one is chosen, and what it takes.
+
+use super::tile::{Sm90Tile, WARPGROUP_ROWS, candidates};
+use crate::plan::facts::CudaFacts;
+use crate::plan::schedule::TileShape;
+use crate::plan::variant::{NativeName, has_bias, row_mask_bytes};
+use crate::plan::work_tile::WorkTile;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::Problem;
+
+/// The largest head dimension, of keys and of values.
+const MAX_DIM: usize = 256;
+
+/// Elements of a row of a panel in shared memory: 128 bytes, those that TMA and `wgmma` swizzle.
+const PANEL_COLUMNS: usize = 64;
+const PANEL_ROW_BYTES: usize = 128;
+
+/// Bytes of a barrier in shared memory (`mbarrier`).
+const BARRIER_BYTES: usize = 8;
+
+/// Work tiles in shared memory: the one that ends, the one that begins, and the next.
+const WORK_TILES: usize = 3;
+
+/// Bytes of the flags that the warps of a block share.
+const FLAG_BYTES: usize = 16;
+
+/// A kernel for compute capability 9.0: one source, specialised by these constants.
+///
+/// Its name is `cuda-prefill-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. Dimensions are
+/// those that it is compiled for, multiples of 32: zeros in shared memory fill what a problem has less. The variant is
+/// `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are modified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm90Kernel {
+    /// f16 or bf16.
+    pub(crate) dtype: Dtype,
+    /// Head dimension, rounded up.
+    pub(crate) head_dim: usize,
+    /// Columns of v, rounded up.
+    pub(crate) value_dim: usize,
+    pub(crate) tile: Sm90Tile,
+    /// Whether keys lie in pages.
+    pub(crate) paged: bool,
+    /// Whether the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
+    /// exceeds 2^10.
+    pub(crate) has_bias: bool,
+    /// Whether there is a materialised mask.
+    pub(crate) has_mask: bool,
+}
+
+impl Sm90Kernel {
+    /// Whether a launch for sequences with up to `rows` rows for each key/value head is of this kernel: with more rows than one warpgroup
+    /// has.
+    pub(in crate::plan) fn takes(problem: &Problem, facts: &CudaFacts, rows: usize) -> bool {
+        rows > WARPGROUP_ROWS && Self::refusal(problem, facts).is_none()
+    }
+
+    /// Why no such kernel computes the problem on the device; none where one does.
+    fn refusal(problem: &Problem, facts: &CudaFacts) -> Option<&'static str> {
+        let dims = problem.dims();
+        if !facts.wgmma {
+            Some("it is of kernels for compute capability 9.0")
+        } else if problem.dtype() == Dtype::F32 {
+            Some("it is of kernels for f16 and bf16")
+        } else if dims.head_dim.max(dims.value_dim) > MAX_DIM {
+            Some("it is of kernels for head dimensions up to 256")
+        } else {
+            None
+        }
+    }
+
+    /// The kernel for a problem, with the tile `asked` or the best that the device holds.
+    pub(in crate::plan) fn choose(
+        problem: &Problem,
+        facts: &CudaFacts,
+        asked: Option<Sm90Tile>,
+    ) -> Result<Self, Unsupported> {
+        if let Some(why) = Self::refusal(problem, facts) {
+            return Err(Unsupported::Tile { why });
+        }
+        let (dims, dtype, paged) = (problem.dims(), problem.dtype(), problem.is_cached());
+        let [head_dim, value_dim] = [dims.head_dim, dims.value_dim].map(|dim| dim.next_multiple_of(32));
+        let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
+        let candidates = match asked {
+            Some(tile) => {
+                tile.check()?;
+                vec![tile]
+            }
+            None => candidates(head_dim, value_dim, has_bias),
+        };
+        let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
+        let mut kernels = candidates.into_iter().map(with);
+        let needed = kernels.clone().map(|kernel| kernel.shared_bytes()).min().unwrap_or(0);
+        kernels
+            .find(|kernel| kernel.shared_bytes() <= facts.shared_per_block)
+            .ok_or(Unsupported::SharedMemory { needed, available: facts.shared_per_block })
+    }
+
+    /// Head dimension that the kernel is compiled for.
+    #[must_use]
+    pub const fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Columns of v that a work tile computes.
+    #[must_use]
+    pub const fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// How a block of threads divides its work.
+    #[must_use]
+    pub const fn tile(&self) -> &Sm90Tile {
+        &self.tile
+    }
+
+    /// What the schedule knows of the kernel.
+    pub(in crate::plan) const fn tile_shape(&self) -> TileShape {
+        TileShape {
+            rows: self.tile.rows(),
+            keys: self.tile.keys(),
+            value_dim: self.value_dim,
+            panels: 1,
+            teams: self.tile.teams(),
+            min_split_blocks: self.tile.min_split_blocks(),
+        }
+    }
+
+    /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns.
+    #[must_use]
+    pub const fn shared_bytes(&self) -> usize {
+        let Sm90Tile { warpgroups, keys, stages, .. } = self.tile;
+        let row = self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let value_row = self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
+        let row_masks = self.tile.rows() * row_mask_bytes(self.has_bias);
+        let barriers = 2 * (warpgroups + WORK_TILES) + 4 * stages;
+        q + ring + row_masks + WORK_TILES * size_of::<WorkTile>() + BARRIER_BYTES * barriers + FLAG_BYTES
+    }
+
+    /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
+    pub(crate) const fn partial_floats(&self) -> usize {
+        self.tile.rows() * (self.value_dim + 2)
+    }
+}
+
+impl std::fmt::Display for Sm90Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *self;
+        let (op, products, rows, keys) = ("prefill", "wgmma", tile.rows(), tile.keys());
+        NativeName { op, dtype, head_dim, value_dim, products, rows, keys, paged, has_bias, has_mask }.fmt(f)
+    }
+}

@@ -1,0 +1,160 @@
+//! How a block of threads of the `wgmma` kernels divides its work.
+
+use flashtile_core::plan::Unsupported;
+
+/// Rows of a product of a warpgroup.
+pub(crate) const WARPGROUP_ROWS: usize = 64;
+
+/// How a block of threads of an [`Sm90Kernel`](super::Sm90Kernel) divides its work: warpgroups that multiply, and one that copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm90Tile {
+    /// Warpgroups that multiply, with 64 rows each.
+    pub(crate) warpgroups: usize,
+    /// Keys that a warpgroup multiplies at a time.
+    pub(crate) keys: usize,
+    /// Tiles of keys, and of values, in shared memory.
+    pub(crate) stages: usize,
+    /// Whether warpgroups multiply one after another: while one does, the others compute probabilities.
+    pub(crate) ping_pong: bool,
+}
+
+impl Sm90Tile {
+    /// A tile of `warpgroups` times 64 rows and `keys` keys, with `stages` tiles of keys in shared memory, and with ping-pong where there
+    /// are several warpgroups. A plan refuses tiles that the kernels cannot have.
+    #[must_use]
+    pub const fn new(warpgroups: usize, keys: usize, stages: usize) -> Self {
+        Self { warpgroups, keys, stages, ping_pong: warpgroups > 1 }
+    }
+
+    /// The same tile, with warpgroups that multiply one after another or at any time.
+    #[must_use]
+    pub const fn with_ping_pong(self, ping_pong: bool) -> Self {
+        Self { ping_pong, ..self }
+    }
+
+    /// Checks a tile that a caller made.
+    pub(super) fn check(&self) -> Result<(), Unsupported> {
+        let Self { warpgroups, keys, stages, ping_pong } = *self;
+        let refused = |why| Err(Unsupported::Tile { why });
+        if !(1..=3).contains(&warpgroups) {
+            return refused("1 to 3 warpgroups multiply");
+        }
+        if !(16..=256).contains(&keys) || !keys.is_multiple_of(16) {
+            return refused("keys of a warpgroup are a multiple of 16, at most 256");
+        }
+        if !(1..=4).contains(&stages) {
+            return refused("1 to 4 stages");
+        }
+        if ping_pong && warpgroups < 2 {
+            return refused("ping-pong needs 2 warpgroups");
+        }
+        Ok(())
+    }
+
+    /// Query rows of a tile.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        WARPGROUP_ROWS * self.warpgroups
+    }
+
+    /// Keys of a tile.
+    #[must_use]
+    pub const fn keys(&self) -> usize {
+        self.keys
+    }
+
+    /// Threads of a block, including the warpgroup that copies.
+    #[must_use]
+    pub const fn threads(&self) -> usize {
+        128 * (self.warpgroups + 1)
+    }
+
+    /// Tiles of keys, and of values, in shared memory.
+    #[must_use]
+    pub const fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Blocks of threads that a multiprocessor holds at a time.
+    #[must_use]
+    pub const fn resident(&self) -> usize {
+        1
+    }
+
+    /// Warpgroups that end a tile each for itself.
+    pub(super) const fn teams(&self) -> usize {
+        self.warpgroups
+    }
+
+    /// The fewest blocks of keys for which a split of a tile is worth its partial result.
+    pub(super) const fn min_split_blocks(&self) -> usize {
+        4
+    }
+}
+
+/// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups
+/// then, or fewer keys.
+pub(super) fn candidates(head_dim: usize, value_dim: usize, has_bias: bool) -> Vec<Sm90Tile> {
+    let best = match head_dim.max(value_dim) {
+        0..=64 if !has_bias => &[(3, 112)][..],
+        0..=128 => &[(2, 128)],
+        129..=192 if value_dim <= 128 => &[(2, 128)],
+        129..=192 => &[(2, 96)],
+        _ if has_bias => &[(2, 48)],
+        _ => &[(2, 80)],
+    };
+    let shapes = best.iter().chain(&[(2, 64), (2, 32)]);
+    shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_have_every_candidate() {
+        for head_dim in (32..=256).step_by(32) {
+            for value_dim in (32..=256).step_by(32) {
+                for tile in [false, true].into_iter().flat_map(|bias| candidates(head_dim, value_dim, bias)) {
+                    tile.check().unwrap_or_else(|why| panic!("{head_dim} {value_dim}: {tile:?}: {why}"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn candidates_depend_on_both_dimensions() {
+        for (head_dim, value_dim, best) in [
+            (32, 64, Sm90Tile::new(3, 112, 2)),
+            (64, 96, Sm90Tile::new(2, 128, 2)),
+            (128, 128, Sm90Tile::new(2, 128, 2)),
+            (192, 128, Sm90Tile::new(2, 128, 2)),
+            (128, 192, Sm90Tile::new(2, 96, 2)),
+            (160, 160, Sm90Tile::new(2, 96, 2)),
+            (224, 128, Sm90Tile::new(2, 80, 2)),
+            (256, 256, Sm90Tile::new(2, 80, 2)),
+        ] {
+            let tiles = candidates(head_dim, value_dim, false);
+            assert_eq!(tiles[0], best, "{head_dim} {value_dim}");
+            assert_eq!(tiles[1..], [Sm90Tile::new(2, 64, 2), Sm90Tile::new(2, 32, 2)]);
+        }
+    }
+
+    #[test]
+    fn biases_take_registers() {
+        assert_eq!(candidates(64, 64, true)[0], Sm90Tile::new(2, 128, 2));
+        assert_eq!(candidates(256, 256, true)[0], Sm90Tile::new(2, 48, 2));
+    }
+
+    #[test]
+    fn tiles_that_no_kernel_has_are_refused() {
+        for (warpgroups, keys, stages) in
+            [(0, 64, 2), (4, 64, 2), (2, 0, 2), (2, 24, 2), (2, 272, 2), (2, 64, 0), (2, 64, 5)]
+        {
+            let tile = Sm90Tile::new(warpgroups, keys, stages);
+            assert!(matches!(tile.check(), Err(Unsupported::Tile { .. })), "{tile:?}");
+        }
+        let one = Sm90Tile::new(1, 64, 1);
+        assert!(one.check().is_ok() && one.with_ping_pong(true).check().is_err());
+    }
+}
