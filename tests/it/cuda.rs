@@ -11,7 +11,7 @@ use flashtile::cuda::{
     CudaError, DeviceError, DeviceInputs, DeviceOutputs, DeviceTensor, DeviceTensorMut, Session,
 };
 use flashtile::kernel::ScalarType;
-use flashtile::plan::{Sm80Tile, machines};
+use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile, machines};
 use flashtile::quality::Accumulation;
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, Inputs, KvCache, Outputs,
@@ -150,6 +150,13 @@ fn every_tile_is_within_the_limits() {
     tiles.extend([Sm80Tile::new(4, 1, 1, 32, 4), Sm80Tile::new(1, 8, 1, 16, 2)]);
     tiles.extend([Sm80Tile::new(4, 1, 1, 48, 2), Sm80Tile::new(8, 1, 1, 16, 2)]);
     tiles.push(Sm80Tile::new(4, 1, 1, 64, 2).with_q_in_registers(true));
+    let mut tiles: Vec<CudaTile> = tiles.into_iter().map(CudaTile::from).collect();
+    let wgmma =
+        [(1, 64, 1), (1, 128, 2), (2, 16, 4), (2, 32, 3), (2, 48, 2), (2, 80, 2), (2, 96, 2), (3, 128, 2)];
+    tiles.extend(
+        wgmma.map(|(warpgroups, keys, stages)| CudaTile::Sm90(Sm90Tile::new(warpgroups, keys, stages))),
+    );
+    tiles.push(Sm90Tile::new(2, 64, 2).with_ping_pong(false).into());
     let mut cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
     cases.push(Case::new("aligned".to_owned(), [1, 2, 1, 100, 300, 32, 32], Dtype::BF16));
     let passed = AtomicUsize::new(0);
@@ -169,6 +176,35 @@ fn every_tile_is_within_the_limits() {
     });
     let passed = passed.into_inner();
     assert!(passed > 500, "{passed}");
+}
+
+/// The planner gives short sequences to other kernels: here the kernels for compute capability 9.0 compute all.
+#[test]
+fn the_catalogue_passes_with_tiles_of_wgmma() {
+    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+        return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
+    };
+    let cases: Vec<Case> = catalogue().into_iter().filter(|case| case.desc.dtype != Dtype::F32).collect();
+    let tiled = |tile: Sm90Tile| CudaRunner::new(cuda.clone()).tiled(tile);
+    let runners = [
+        tiled(Sm90Tile::new(2, 64, 2)),
+        tiled(Sm90Tile::new(2, 128, 2)).odd(),
+        tiled(Sm90Tile::new(3, 112, 2)),
+    ];
+    let (mut passed, mut failed) = (0, Vec::new());
+    let runners: Vec<&dyn CaseRunner> = runners.iter().map(|runner| runner as &dyn CaseRunner).collect();
+    conformance(&cases, &runners, |result| match &result.result {
+        Ok(_) => passed += 1,
+        Err(Failure::Skipped(_)) => {}
+        Err(_) => failed.push(result.to_string()),
+    });
+    println!("{passed} passed");
+    assert!(
+        failed.is_empty() && passed > 500,
+        "{passed} passed, {} failed:\n{}",
+        failed.len(),
+        failed.join("\n")
+    );
 }
 
 #[test]
