@@ -681,6 +681,12 @@ def metal_all():
         run("cargo", "test", "--locked", "-q", "--test", "host", "--", "conformance", env=env, cwd=METAL)
 
 
+@step("cuda-standin", "native CUDA kernels on the software device: the catalogue with tiles of wgmma", full=True)
+def cuda_standin():
+    wgmma = ["cargo", "test", "--locked", "-q", "--all-features", "--test", "it", "the_catalogue_passes_with_tiles_of_wgmma"]
+    run(ROOT / "tools" / "cuda-standin" / "run.sh", *wgmma)
+
+
 @step("instances", "kernels for every device, and every instance of the portable ones, through NVRTC and as Metal", full=True)
 def instances():
     return test("instances", "-p", "flashtile-cuda", "-p", "flashtile-gpu", "--", "--ignored")

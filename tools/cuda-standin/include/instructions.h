@@ -1,0 +1,155 @@
+// The project's wrappers of instructions, for a thread of the stand-in. Copies by cp.async and products are done at once.
+
+// ---- numbers
+
+inline float exp2_approx(float x) {
+    float y = exp2f(x);
+    // Denormals are flushed.
+    return fabsf(y) < 1.17549435e-38f ? 0.f : y;
+}
+inline u32 bf16_bits(float x) {
+    u32 bits = __float_as_uint(x);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+inline u32 f16_bits(float x) { return bits_as<u16>((_Float16)x); }
+inline float f16_to_f32(u16 x) { return (float)bits_as<_Float16>(x); }
+template <Dtype T>
+inline u32 pack(float low, float high) {
+    return T == F16 ? f16_bits(low) | f16_bits(high) << 16 : bf16_bits(low) | bf16_bits(high) << 16;
+}
+template <Dtype T>
+inline float element_of(u16 x) {
+    return T == F16 ? f16_to_f32(x) : __uint_as_float((u32)x << 16);
+}
+inline u32 to_tf32(float x) {
+    u32 bits = __float_as_uint(x);
+    return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+}
+template <typename T>
+inline const T* opaque(const T* x) { return x; }
+
+// ---- shared memory
+
+constexpr u32 SHARED_LIMIT = 256 << 10;
+
+inline u8* shared_at(u32 at) {
+    if (at >= SHARED_LIMIT) {
+        fprintf(stderr, "cuda-standin: shared memory has no byte %u\n", at);
+        abort();
+    }
+    return standin_shared + at;
+}
+inline void st_shared16(u32 to, uint4 x) { memcpy(shared_at(to), &x, 16); }
+inline uint4 ld_shared16(u32 from) {
+    uint4 x;
+    memcpy(&x, shared_at(from), 16);
+    return x;
+}
+inline u32 ld_shared4(u32 from) {
+    u32 x;
+    memcpy(&x, shared_at(from), 4);
+    return x;
+}
+inline void cp_async16(u32 to, const void* from, u32 bytes) {
+    memset(shared_at(to), 0, 16);
+    if (bytes) memcpy(shared_at(to), from, bytes);
+}
+inline void cp_async_commit() {}
+template <int N>
+inline void cp_async_wait() {}
+inline void cp_async_wait_all() {}
+inline void prefetch_l2(const void*) {}
+inline void fence_device() {}
+inline void fence_async_proxy() {}
+
+// ---- barriers
+
+template <int N>
+inline void named_barrier_sync(int barrier) { standin_barrier(barrier, N, 1); }
+template <int N>
+inline void named_barrier_arrive(int barrier) { standin_barrier(barrier, N, 0); }
+template <int N>
+inline bool named_barrier_any(int barrier, bool x) { return standin_barrier_any(barrier, N, x); }
+
+inline void mbarrier_init(u32 barrier, u32 count) { standin_mbarrier_init(barrier, count); }
+inline void mbarrier_publish() {}
+inline void mbarrier_arrive(u32 barrier) { standin_mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) { standin_mbarrier_arrive(barrier, bytes); }
+inline bool mbarrier_try_wait(u32 barrier, u32 parity) {
+    if (!standin_mbarrier_ended(barrier, parity)) standin_yield();
+    return standin_mbarrier_ended(barrier, parity);
+}
+
+template <int REGISTERS>
+inline void release_registers() {}
+template <int REGISTERS>
+inline void take_registers() {}
+inline u64 l2_evict_first() { return 0; }
+inline u64 l2_evict_last() { return 0; }
+
+// ---- fragments
+
+inline u32 lane() { return standin_thread() % 32; }
+
+// Addresses of the rows of four matrices, by lane.
+struct MatrixRows {
+    unsigned long long at[32];
+
+    explicit MatrixRows(u32 from) { standin_gather(from, at); }
+    u16 element(u32 matrix, u32 row, u32 column) const {
+        u16 x;
+        memcpy(&x, shared_at((u32)at[8 * matrix + row] + 2 * column), 2);
+        return x;
+    }
+};
+inline void ldmatrix_x4(u32 (&x)[4], u32 from) {
+    MatrixRows rows(from);
+    u32 row = lane() / 4, column = lane() % 4 * 2;
+    for (u32 i = 0; i < 4; i++) x[i] = rows.element(i, row, column) | (u32)rows.element(i, row, column + 1) << 16;
+}
+inline void ldmatrix_x4_trans(u32 (&x)[4], u32 from) {
+    MatrixRows rows(from);
+    u32 row = lane() % 4 * 2, column = lane() / 4;
+    for (u32 i = 0; i < 4; i++) x[i] = rows.element(i, row, column) | (u32)rows.element(i, row + 1, column) << 16;
+}
+
+// The two rows of a left operand, 16x16, that this lane's accumulators are for.
+template <Dtype T>
+inline void a_rows(float (&rows)[2][16], const u32 (&a)[4]) {
+    unsigned long long words[4][32];
+    for (int i = 0; i < 4; i++) standin_gather(a[i], words[i]);
+    for (u32 half = 0; half < 2; half++)
+        for (u32 k = 0; k < 16; k++) rows[half][k] = element_of<T>((u16)(words[k / 8 * 2 + half][lane() / 4 * 4 + k % 8 / 2] >> 16 * (k % 2)));
+}
+
+template <Dtype T>
+inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    float rows[2][16];
+    a_rows<T>(rows, a);
+    unsigned long long b[2][32];
+    standin_gather(b0, b[0]), standin_gather(b1, b[1]);
+    for (u32 i = 0; i < 4; i++) {
+        u32 column = lane() % 4 * 2 + i % 2;
+        for (u32 k = 0; k < 16; k++) c[i] += rows[i / 2][k] * element_of<T>((u16)(b[k / 8][4 * column + k % 8 / 2] >> 16 * (k % 2)));
+    }
+}
+
+inline void mma_m16n8k8_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    unsigned long long x[4][32], b[2][32];
+    for (int i = 0; i < 4; i++) standin_gather(a[i], x[i]);
+    standin_gather(b0, b[0]), standin_gather(b1, b[1]);
+    for (u32 i = 0; i < 4; i++) {
+        u32 column = lane() % 4 * 2 + i % 2;
+        for (u32 k = 0; k < 8; k++)
+            c[i] += __uint_as_float((u32)x[k / 4 * 2 + i / 2][lane() / 4 * 4 + k % 4]) * __uint_as_float((u32)b[k / 4][4 * column + k % 4]);
+    }
+}
+
+// ---- products of warpgroups
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int PENDING>
+inline void wgmma_wait() {}
+template <typename T, int N>
+inline void pin_registers(T (&)[N]) {}
