@@ -32,7 +32,7 @@ extern unsigned char* standin_shared;
 extern Index3 standin_block, standin_block_dim, standin_grid;
 unsigned standin_thread();
 void standin_yield();
-// Hands a value to the warp's lanes; `all` has those of every lane.
+// Hands a value to the other lanes of the warp; `all` has the value of each.
 void standin_gather(unsigned long long value, unsigned long long* all);
 void standin_barrier(int barrier, int threads, int waits);
 int standin_barrier_any(int barrier, int threads, int x);
