@@ -18,7 +18,7 @@ pub struct CudaFacts {
     pub registers_per_multiprocessor: usize,
     /// Second-level cache, in bytes.
     pub l2: usize,
-    /// Whether kernels may use the instructions of compute capability 9.0: TMA and products of warpgroups (`wgmma`). The compiler
+    /// True if kernels may use the instructions of compute capability 9.0: TMA and products of warpgroups (`wgmma`). The compiler
     /// must know them: NVRTC 12.0.
     pub wgmma: bool,
 }

@@ -108,7 +108,7 @@ impl NativePlan {
         Some(Regions { work_tiles, counters, written, mask_tiles, partials, len })
     }
 
-    /// Whether a device has what the kernels need.
+    /// True if the device runs all of the kernels.
     pub(crate) fn runs_on(&self, facts: &CudaFacts) -> bool {
         self.launches.iter().all(|launch| launch.kernel.runs_on(facts))
     }

@@ -43,7 +43,7 @@ impl NativeKernel {
         }
     }
 
-    /// Whether a device has what the kernel needs, beside shared memory.
+    /// True if the device runs the kernel, shared memory aside.
     pub(super) fn runs_on(self, facts: &CudaFacts) -> bool {
         match self {
             Self::Sm80(_) => facts.capability >= NATIVE_CAPABILITY,
@@ -92,7 +92,7 @@ impl NativeKernel {
         }
     }
 
-    /// What the schedule knows of the kernel, for a problem.
+    /// The kernel's tile as the schedule sees it.
     pub(super) fn tile_shape(self, problem: &Problem) -> TileShape {
         match self {
             Self::Sm80(kernel) => kernel.tile_shape(problem),

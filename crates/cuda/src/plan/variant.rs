@@ -1,13 +1,14 @@
 //! What native kernels of every architecture have in common: when they modify scores, what a row takes, and how they are named.
 
 use flashtile_core::dtype::Dtype;
+use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
 /// The largest scale that kernels fold into the exponential, `2^(x * scale - max * scale)`. The second product is rounded and the first is
 /// not: scores above 2^31 leave a difference that overflows. Larger scales are multiplied before.
 const MAX_FUSED_SCALE: f32 = 1024.0;
 
-/// Whether kernels modify scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or exceeds
+/// True if kernels modify scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or exceeds
 /// 2^10.
 pub(super) fn has_bias(problem: &Problem) -> bool {
     let desc = problem.desc();
@@ -22,6 +23,19 @@ pub(super) fn has_bias(problem: &Problem) -> bool {
 /// Bytes of a row's mask in shared memory: of the keys that it sees, and of its bias.
 pub(super) const fn row_mask_bytes(has_bias: bool) -> usize {
     if has_bias { 40 } else { 8 }
+}
+
+/// The first kernel whose shared memory fits the device.
+pub(super) fn first_that_fits<K>(
+    kernels: impl Iterator<Item = K> + Clone,
+    shared_bytes: impl Fn(&K) -> usize,
+    available: usize,
+) -> Result<K, Unsupported> {
+    let needed = kernels.clone().map(|kernel| shared_bytes(&kernel)).min().unwrap_or(0);
+    let mut kernels = kernels;
+    kernels
+        .find(|kernel| shared_bytes(kernel) <= available)
+        .ok_or(Unsupported::SharedMemory { needed, available })
 }
 
 /// The name of a native kernel by [`Display`](std::fmt::Display): `cuda-{op}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where

@@ -16,7 +16,7 @@ DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of a parity has ended; the thread may sleep for a while before the answer is no.
+// Returns true if the phase with this parity has ended. The thread may sleep for a while before it returns false.
 DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
     u32 ended;
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"

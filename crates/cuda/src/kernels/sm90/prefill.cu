@@ -19,8 +19,8 @@ constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : Scoring::HAS_MASK ? 56 : 40;
 constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : Scoring::HAS_MASK ? 224 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
-// Whether the values of a work tile's last tile of keys are multiplied together with the first scores of the next work tile, which then fill
-// registers while the first work tile ends.
+// True if a work tile's last values are multiplied together with the first scores of the next work tile. Those scores then hold registers
+// during the epilogue.
 constexpr bool STREAMS = TMA && TEAMS < 3 && BLOCK_N + VALUE_DIM <= 256 && !Scoring::HAS_BIAS;
 
 // Partials that are loaded at a time where they are merged.
@@ -43,7 +43,7 @@ struct PrefillMemory {
     Row rows[BLOCK_M];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
-    // Whether a team is the last of the splits of a tile.
+    // Of each team: 1 if it stored the last split of a tile.
     u32 is_last_split[4];
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
@@ -335,15 +335,20 @@ struct Stream {
 
     DEVICE void wait_v(const Team& team) const { v_at.wait_full(shared_address(team.memory.barriers.v_full)); }
 
+    // Starts the scores of a tile, and the values of the tile before.
+    DEVICE void start_qk_and_pv(const Team& team) {
+        wait_k(team);
+        team.begin_turn();
+        team.start_qk(scores, k_at.stage);
+        wait_v(team);
+        team.start_pv(acc, probs, v_at.stage);
+        team.end_turn();
+    }
+
     // The scores of a tile, and the values of the tile before, whichever exist.
     DEVICE void multiply(const Team& team, bool has_scores, bool has_probs) {
         if (has_scores && has_probs) {
-            wait_k(team);
-            team.begin_turn();
-            team.start_qk(scores, k_at.stage);
-            wait_v(team);
-            team.start_pv(acc, probs, v_at.stage);
-            team.end_turn();
+            start_qk_and_pv(team);
             team.wait_pv(acc, v_at.stage);
             team.wait_qk<0>(scores, k_at.stage);
         } else if (has_scores) {
@@ -374,12 +379,7 @@ struct Stream {
     // `multiply` and `softmax` of a tile whose keys all rows see: its probabilities are computed while the values of the tile before, of the
     // same work tile, are multiplied. `more`: another tile of keys follows.
     DEVICE void multiply_and_softmax(const Team& team, bool more) {
-        wait_k(team);
-        team.begin_turn();
-        team.start_qk(scores, k_at.stage);
-        wait_v(team);
-        team.start_pv(acc, probs, v_at.stage);
-        team.end_turn();
+        start_qk_and_pv(team);
         team.wait_qk<1>(scores, k_at.stage);
         k_at.advance();
         Rescale rescale;

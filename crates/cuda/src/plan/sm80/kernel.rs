@@ -3,7 +3,7 @@
 use super::tile::{Sm80Tile, candidates};
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
-use crate::plan::variant::{NativeName, has_bias, row_mask_bytes};
+use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes};
 use crate::plan::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -58,7 +58,6 @@ impl Sm80Kernel {
         let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
         let paged = problem.is_cached();
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
-        let fits = |kernel: &Self| kernel.shared_bytes() <= facts.shared_per_block;
         let candidates = match asked {
             Some(tile) => {
                 tile.check(dtype)?;
@@ -67,10 +66,7 @@ impl Sm80Kernel {
             None => candidates(dtype, head_dim.max(value_dim), rows, is_long(problem, facts)),
         };
         let kernels = candidates.into_iter().map(with);
-        let Some(mut kernel) = kernels.clone().find(fits) else {
-            let needed = kernels.map(|kernel| kernel.shared_bytes()).min().unwrap_or(0);
-            return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_block });
-        };
+        let mut kernel = first_that_fits(kernels, Self::shared_bytes, facts.shared_per_block)?;
         if asked.is_none() {
             let threads = kernel.tile.threads();
             let registers = if threads > 128 { 65536 / threads / 8 * 8 } else { MAX_REGISTERS + 1 };

@@ -3,7 +3,7 @@
 use super::tile::{Sm90Tile, WARPGROUP_ROWS, candidates};
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
-use crate::plan::variant::{NativeName, has_bias, row_mask_bytes};
+use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes};
 use crate::plan::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -39,12 +39,12 @@ pub struct Sm90Kernel {
     /// Columns of v, rounded up.
     pub(crate) value_dim: usize,
     pub(crate) tile: Sm90Tile,
-    /// Whether keys lie in pages.
+    /// True if keys lie in pages.
     pub(crate) paged: bool,
-    /// Whether the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
+    /// True if the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
     /// exceeds 2^10.
     pub(crate) has_bias: bool,
-    /// Whether there is a materialised mask.
+    /// True if there is a materialised mask.
     pub(crate) has_mask: bool,
 }
 
@@ -89,11 +89,8 @@ impl Sm90Kernel {
             None => candidates(head_dim, value_dim, has_bias),
         };
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
-        let mut kernels = candidates.into_iter().map(with);
-        let needed = kernels.clone().map(|kernel| kernel.shared_bytes()).min().unwrap_or(0);
-        kernels
-            .find(|kernel| kernel.shared_bytes() <= facts.shared_per_block)
-            .ok_or(Unsupported::SharedMemory { needed, available: facts.shared_per_block })
+        let kernels = candidates.into_iter().map(with);
+        first_that_fits(kernels, Self::shared_bytes, facts.shared_per_block)
     }
 
     /// Head dimension that the kernel is compiled for.
@@ -114,7 +111,7 @@ impl Sm90Kernel {
         &self.tile
     }
 
-    /// What the schedule knows of the kernel.
+    /// The kernel's tile as the schedule sees it.
     pub(in crate::plan) const fn tile_shape(&self) -> TileShape {
         TileShape {
             rows: self.tile.rows(),
