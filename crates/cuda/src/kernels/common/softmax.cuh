@@ -25,22 +25,9 @@ DEVICE float finite_mean(float sum, float factor, float unshrink) {
     return CAN_OVERFLOW && isinf(x) && !isinf(sum) && !isinf(factor) ? copysignf(MAX_F32, x) : x;
 }
 
-// The running state of a warp's rows. row_sum is of a lane's own columns until `reduce_row_sum`.
-struct OnlineSoftmax {
-    float out[MMA_M][PV_MMA_N][4];
+// Maxima and sums of a warp's rows. row_sum is of a lane's own columns until `reduce_row_sum`.
+struct RowStats {
     float row_max[MMA_M][2], row_sum[MMA_M][2];
-
-    DEVICE void reset() {
-#pragma unroll
-        for (int m = 0; m < MMA_M; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) row_max[m][half] = -INF, row_sum[m][half] = 0.f;
-#pragma unroll
-            for (int n = 0; n < PV_MMA_N; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) out[m][n][i] = 0.f;
-        }
-    }
 
     // Adds up row_sum over all columns, and brings row_max to units of log2.
     DEVICE void reduce_row_sum(const ForwardParams& p) {
@@ -53,6 +40,23 @@ struct OnlineSoftmax {
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);
                 if (!Scoring::HAS_BIAS && row_max[m][half] != -INF) row_max[m][half] *= p.scale;
             }
+        }
+    }
+};
+
+// The running state of a warp's rows.
+struct OnlineSoftmax : RowStats {
+    float out[MMA_M][PV_MMA_N][4];
+
+    DEVICE void reset() {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) row_max[m][half] = -INF, row_sum[m][half] = 0.f;
+#pragma unroll
+            for (int n = 0; n < PV_MMA_N; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[m][n][i] = 0.f;
         }
     }
 
@@ -222,26 +226,42 @@ DEVICE void mask_scores(const ForwardParams&, Scores& s, const UnbiasedRow* rows
     }
 }
 
-// By what row_sum and the output are to be scaled, and whether any row is.
+// By what row_sum and the output are to be scaled, where any row of the warp is.
 struct Rescale {
     float factor[MMA_M][2];
     bool any;
 };
 
-// Raises row_max to the maxima of a tile where they exceed it by more than the threshold; `scale` brings scores to units of log2.
-DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Rescale& rescale) {
-    float tile_max[MMA_M][2];
-#pragma unroll
-    for (int m = 0; m < MMA_M; m++) tile_max[m][0] = tile_max[m][1] = -INF;
+// Maxima of a tile over a lane's own columns. Even and odd columns are chains of their own: a maximum takes longer than the next can wait.
+DEVICE void lane_row_max(const Scores& s, float (&tile_max)[MMA_M][2]) {
+    float chains[MMA_M][2][2];
 #pragma unroll
     for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-            for (int m = 0; m < MMA_M; m++)
+            for (int i = 0; i < 4; i++) {
+                float& x = chains[m][i / 2][i % 2];
+                x = n == 0 ? s[m][n][i] : fmaxf(x, s[m][n][i]);
+            }
 #pragma unroll
-                for (int half = 0; half < 2; half++) tile_max[m][half] = fmaxf(tile_max[m][half], s[m][n][2 * half + i]);
-    rescale.any = false;
+    for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) tile_max[m][half] = fmaxf(chains[m][half][0], chains[m][half][1]);
+}
+
+// Raises row_max to the maxima of a tile where they exceed it by more than the threshold; `scale` brings scores to units of log2. Where no
+// lane sees that, as in most tiles, lanes do not exchange their maxima.
+DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Rescale& rescale) {
+    float tile_max[MMA_M][2];
+    lane_row_max(s, tile_max);
+    bool exceeds = false;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) exceeds |= (tile_max[m][half] - acc.row_max[m][half]) * scale > RESCALE_THRESHOLD;
+    rescale.any = __any_sync(ALL_LANES, exceeds);
+    if (!rescale.any) return;
 #pragma unroll
     for (int m = 0; m < MMA_M; m++) {
 #pragma unroll
@@ -254,13 +274,12 @@ DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Res
             // From -inf, where nothing was accumulated yet, by 0.
             rescale.factor[m][half] = grows ? exp2_approx((row_max - x) * scale) : 1.f;
             if (grows) row_max = x;
-            rescale.any |= grows;
         }
     }
 }
 
 DEVICE void rescale_o(OnlineSoftmax& acc, const Rescale& rescale) {
-    if (!__any_sync(ALL_LANES, rescale.any)) return;
+    if (!rescale.any) return;
 #pragma unroll
     for (int m = 0; m < MMA_M; m++) {
 #pragma unroll

@@ -1,52 +1,86 @@
 // Results of a warp: rows of the output and of logsumexp, or of a partial. `first_row` is the warp's first row of the tile.
 
-// Stores a row of a warp's fragments: a lane has columns 8 n + 2 t and 8 n + 2 t + 1. WHOLE where the output has all of the columns, at
-// addresses for vectors.
-template <bool WHOLE>
-DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc, int m, int half) {
-    u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first_column = work_tile.panel * VALUE_DIM;
-    u32 row = work_tile.row + first_row + m * 16 + half * 8 + lane / 4;
+// Where a row of a warp's fragments is stored, 0 if it does not exist, and the factor of its elements.
+struct RowOut {
+    u64 at;
+    float factor;
+};
+
+// The rows of a lane's fragments.
+constexpr int LANE_ROWS = 2 * MMA_M;
+
+// Ends a warp's rows, of row_max in units of log2 and whole row_sum. The four lanes that have the same rows finish one each.
+DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowStats& stats, RowOut (&rows)[LANE_ROWS]) {
+    static_assert(LANE_ROWS == 2 || LANE_ROWS == 4);
+    u32 lane = opaque(threadIdx.x % 32), own = lane % LANE_ROWS;
+    float row_max = stats.row_max[0][0], row_sum = stats.row_sum[0][0];
+#pragma unroll
+    for (int n = 1; n < LANE_ROWS; n++)
+        if (own == n) row_max = stats.row_max[n / 2][n % 2], row_sum = stats.row_sum[n / 2][n % 2];
+    u32 row = work_tile.row + first_row + own * 8 + lane / 4;
     bool exists = row < row_count(p, work_tile);
     QRow at = exists ? q_row(p, work_tile.kv_head, row) : QRow{0, 0};
-    RowEnd end = finish_row(p, work_tile, at, acc.row_max[m][half], acc.row_sum[m][half]);
-    float factor = end.factor;
-    u64 to = row_address(p.out, work_tile, at) + first_column * ELEMENT_BYTES;
-    if (t == 0 && exists) store_lse(p, work_tile, at, end.lse);
+    RowEnd end = finish_row(p, work_tile, at, row_max, row_sum);
+    u64 to = exists ? row_address(p.out, work_tile, at) + work_tile.panel * (VALUE_DIM * ELEMENT_BYTES) : 0;
+    if (lane % 4 < LANE_ROWS && exists) store_lse(p, work_tile, at, end.lse);
+#pragma unroll
+    for (int n = 0; n < LANE_ROWS; n++) {
+        u32 source = lane / 4 * 4 + n;
+        u32 low = __shfl_sync(ALL_LANES, (u32)to, source), high = __shfl_sync(ALL_LANES, (u32)(to >> 32), source);
+        rows[n] = {(u64)high << 32 | low, __shfl_sync(ALL_LANES, end.factor, source)};
+    }
+}
+
+// Whether the output has all columns of a tile, at addresses for vectors.
+DEVICE bool is_whole(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && (work_tile.panel + 1) * VALUE_DIM <= p.value_dim; }
+
+// Stores a row of 16-bit elements whose columns are whole. Lanes of even t store four columns of the first of two fragments, the others
+// four of the second. `words` makes the words of one fragment, before lanes exchange them.
+template <typename Words>
+DEVICE void store_words(RowOut row, Words words) {
+    u32 t = opaque(threadIdx.x % 4);
+    u64 to = row.at + (t % 2 * 8 + t / 2 * 4) * ELEMENT_BYTES;
+    bool exists = row.at != 0;
+#pragma unroll
+    for (int n = 0; n < PV_MMA_N; n += 2) {
+        u32 x = words(n), y = words(n + 1);
+        u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
+        if (exists) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
+    }
+}
+
+// Stores a row of a warp's fragments: a lane has columns 8 n + 2 t and 8 n + 2 t + 1.
+template <bool WHOLE>
+DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const OnlineSoftmax& acc, RowOut row, int m, int half) {
+    u32 t = opaque(threadIdx.x % 4);
+    auto element = [&](int n, int i) { return finite_mean(acc.out[m][n][2 * half + i], row.factor, 1.f); };
     if (WHOLE && DTYPE == F32) {
-        to += 2 * t * ELEMENT_BYTES;
+        u64 to = row.at + 2 * t * ELEMENT_BYTES;
 #pragma unroll
-        for (int n = 0; n < PV_MMA_N; n++) {
-            const float(&o)[4] = acc.out[m][n];
-            if (exists) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(finite_mean(o[2 * half], factor, 1.f), finite_mean(o[2 * half + 1], factor, 1.f));
-        }
+        for (int n = 0; n < PV_MMA_N; n++)
+            if (row.at) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(element(n, 0), element(n, 1));
     } else if constexpr (WHOLE && DTYPE != F32) {
-        // Lanes of even t store four columns of the first of two fragments, the others four of the second.
-        to += (t % 2 * 8 + t / 2 * 4) * ELEMENT_BYTES;
-#pragma unroll
-        for (int n = 0; n < PV_MMA_N; n += 2) {
-            const float(&o0)[4] = acc.out[m][n], (&o1)[4] = acc.out[m][n + 1];
-            u32 x = pack<DTYPE>(finite_mean(o0[2 * half], factor, 1.f), finite_mean(o0[2 * half + 1], factor, 1.f));
-            u32 y = pack<DTYPE>(finite_mean(o1[2 * half], factor, 1.f), finite_mean(o1[2 * half + 1], factor, 1.f));
-            u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
-            if (exists) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
-        }
+        store_words(row, [&](int n) { return pack<DTYPE>(element(n, 0), element(n, 1)); });
     } else {
-        u32 columns = exists ? p.value_dim - first_column : 0;
+        u32 columns = row.at ? p.value_dim - work_tile.panel * VALUE_DIM : 0;
 #pragma unroll
         for (int n = 0; n < 2 * PV_MMA_N; n++) {
             u32 column = n / 2 * 8 + 2 * t + n % 2;
-            if (column < columns) store_element(to, column, finite_mean(acc.out[m][n / 2][2 * half + n % 2], factor, 1.f));
+            if (column < columns) store_element(row.at, column, element(n / 2, n % 2));
         }
     }
 }
 
+// Stores a warp's rows, of row_max in units of log2 and whole row_sum.
 DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    if (VECTOR_ROWS && (work_tile.panel + 1) * VALUE_DIM <= p.value_dim) {
+    RowOut rows[LANE_ROWS];
+    finish_rows(p, work_tile, first_row, acc, rows);
+    if (is_whole(p, work_tile)) {
 #pragma unroll
-        for (int n = 0; n < 2 * MMA_M; n++) store_row<true>(p, work_tile, first_row, acc, n / 2, n % 2);
+        for (int n = 0; n < LANE_ROWS; n++) store_row<true>(p, work_tile, acc, rows[n], n / 2, n % 2);
     } else {
 #pragma unroll
-        for (int n = 0; n < 2 * MMA_M; n++) store_row<false>(p, work_tile, first_row, acc, n / 2, n % 2);
+        for (int n = 0; n < LANE_ROWS; n++) store_row<false>(p, work_tile, acc, rows[n], n / 2, n % 2);
     }
 }
 
