@@ -21,6 +21,11 @@ template <Dtype T>
 inline float element_of(u16 x) {
     return T == F16 ? f16_to_f32(x) : __uint_as_float((u32)x << 16);
 }
+template <Dtype T>
+inline u32 add_zero_times(u32 sum, u32 x) {
+    auto half = [](u16 sum, u16 x) { return element_of<T>(sum) + element_of<T>(x) * 0.f; };
+    return pack<T>(half((u16)sum, (u16)x), half((u16)(sum >> 16), (u16)(x >> 16)));
+}
 inline u32 to_tf32(float x) {
     u32 bits = __float_as_uint(x);
     return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
@@ -79,13 +84,12 @@ inline bool mbarrier_try_wait(u32 barrier, u32 parity) {
     if (!standin_mbarrier_ended(barrier, parity)) standin_yield();
     return standin_mbarrier_ended(barrier, parity);
 }
+inline bool mbarrier_test(u32 barrier, u32 parity) { return standin_mbarrier_ended(barrier, parity); }
 
 template <int REGISTERS>
 inline void release_registers() {}
 template <int REGISTERS>
 inline void take_registers() {}
-inline u64 l2_evict_first() { return 0; }
-inline u64 l2_evict_last() { return 0; }
 
 // ---- fragments
 

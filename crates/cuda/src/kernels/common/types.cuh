@@ -109,6 +109,14 @@ DEVICE bool has_nonfinite(u32 x) {
     return (x & ONES) == ONES || (x >> 16 & ONES) == ONES;
 }
 
+// sum + 0 x of two 16-bit elements: NaN once an x was infinite or NaN. For compute capability 8.0.
+template <Dtype T>
+DEVICE u32 add_zero_times(u32 sum, u32 x) {
+    if (T == F16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    else asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+    return sum;
+}
+
 // A word whose infinities and NaN are replaced by 0.
 template <Dtype T>
 DEVICE u32 zero_nonfinite(u32 x) {

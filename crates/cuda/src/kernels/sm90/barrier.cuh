@@ -24,6 +24,14 @@ DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return ended;
 }
 
+// Returns true if the phase with this parity has ended, at once.
+DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended;
+}
+
 // Waits for the end of the phase of a parity.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
@@ -37,6 +45,9 @@ struct RingStage {
 
     // Waits, as a consumer, for this stage's tile.
     DEVICE void wait_full(u32 full) const { mbarrier_wait(full + 8 * stage, parity); }
+
+    // Whether this stage's tile is there.
+    DEVICE bool test_full(u32 full) const { return mbarrier_test(full + 8 * stage, parity); }
 
     // Waits, as a producer, until this stage's last tile was consumed. The first pass through the ring waits for nothing.
     DEVICE void wait_empty(u32 empty) const { mbarrier_wait(empty + 8 * stage, parity ^ 1); }

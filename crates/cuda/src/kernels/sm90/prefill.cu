@@ -15,19 +15,15 @@ static_assert(MMA_M == 1 && WARPS_K == 1 && BLOCK_N % 16 == 0 && DTYPE != F32);
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Together they are at most what the threads are launched
 // with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do.
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : Scoring::HAS_MASK ? 56 : 40;
-constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : Scoring::HAS_MASK ? 224 : 232;
+constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : Scoring::HAS_MASK ? 56 : TMA && !PAGED ? 24 : 40;
+constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : Scoring::HAS_MASK ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
-
-// True if a work tile's last values are multiplied together with the first scores of the next work tile. Those scores then hold registers
-// during the epilogue.
-constexpr bool STREAMS = TMA && TEAMS < 3 && BLOCK_N + VALUE_DIM <= 256 && !Scoring::HAS_BIAS;
 
 // Partials that are loaded at a time where they are merged.
 constexpr int MERGE_BATCH = TEAMS == 3 || VALUE_DIM > 128 ? 4 : 8;
 
-// Descriptions of work tiles in shared memory: of the one that ends, the one that begins, and the next.
-constexpr int LISTED = 3;
+// Descriptions of work tiles in shared memory: of the one that is computed, and the next.
+constexpr int LISTED = 2;
 
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
@@ -96,7 +92,6 @@ struct LaggedCopies {
 struct KvProducer {
     const PrefillParams& params;
     PrefillMemory& memory;
-    u64 q_policy, kv_policy;
     LaggedCopies copies;
 
     // Copies a tile of keys or values from key `block` BLOCK_N on. `batch_rows` are the tensor's rows between batch entries or pages.
@@ -123,7 +118,7 @@ struct KvProducer {
             RaggedRows rows(start, length);
 #pragma unroll
             for (int panel = 0; panel < T::COLUMNS / PANEL_COLUMNS; panel++)
-                rows.load(at + (panel * BLOCK_N + row) * PANEL_ROW_BYTES, map, barrier, first_column + panel * PANEL_COLUMNS, work_tile.kv_head, from, kv_policy);
+                rows.load(at + (panel * BLOCK_N + row) * PANEL_ROW_BYTES, map, barrier, first_column + panel * PANEL_COLUMNS, work_tile.kv_head, from);
         } else {
             KvSource source(p, work_tile);
             KvRows rows = {tensor, source.keys, is_value ? source.v : source.k, is_value ? source.value_dim : p.head_dim};
@@ -163,7 +158,7 @@ struct KvProducer {
 #pragma unroll
                 for (int panel = 0; panel < QTile::COLUMNS / PANEL_COLUMNS; panel++)
                     rows.load(shared_address(memory.q) + (panel * BLOCK_M + team * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
-                              work_tile.kv_head * p.gqa_group.value, first_position + team * params.q_box_positions, q_policy);
+                              work_tile.kv_head * p.gqa_group.value, first_position + team * params.q_box_positions);
             }
         }
         __syncwarp();
@@ -173,7 +168,7 @@ struct KvProducer {
 // Copies what the work tiles of this block read, in the order in which it is read.
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
-    KvProducer kv = {params, memory, l2_evict_first(), l2_evict_last()};
+    KvProducer kv = {params, memory};
     RingStage<STAGES> k_at, v_at;
     RingStage<LISTED> tile_at;
     u32 entry = blockIdx.x, q_parity = 0;
@@ -254,7 +249,10 @@ struct Team {
     // Starts scores = q k^T.
     DEVICE void start_qk(Scores& scores, u32 stage) const {
         float(&c)[BLOCK_N / 2] = (float(&)[BLOCK_N / 2])scores;
-        const u64 q = k_major_descriptor(shared_address(memory.q) + team * (TEAM_ROWS * PANEL_ROW_BYTES)), k = k_major_descriptor(shared_address(memory.k) + stage * KTile::BYTES);
+        u32 q_at = shared_address(memory.q) + team * (TEAM_ROWS * PANEL_ROW_BYTES);
+        // Else the compiler keeps the descriptors of all steps in registers, and spills.
+        if (HEAD_DIM > 192) q_at = opaque(q_at);
+        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * KTile::BYTES);
         pin_registers(c);
         wgmma_fence();
 #pragma unroll
@@ -309,6 +307,27 @@ DEVICE void end_softmax(OnlineSoftmax& acc, const Scores& scores, Probs& probs, 
     probs.set(scores);
 }
 
+// Stores a warp's rows where all that is stored is finite. Returns false where it is not: the rows may be wrong.
+DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
+    RowStats stats = acc;
+    stats.reduce_row_sum(p);
+    RowOut rows[LANE_ROWS];
+    finish_rows(p, work_tile, first_row, stats, rows);
+    u32 nonfinite = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 sum = 0;
+        store_words(rows[half], [&](int n) {
+            const float(&o)[4] = acc.out[0][n];
+            u32 word = pack<DTYPE>(o[2 * half] * rows[half].factor, o[2 * half + 1] * rows[half].factor);
+            sum = add_zero_times<DTYPE>(sum, word);
+            return word;
+        });
+        nonfinite |= sum & 0x7fff7fffu;
+    }
+    return !__any_sync(ALL_LANES, nonfinite != 0);
+}
+
 // Stores a warp's rows of a work tile, or its rows of a split; the last of the splits merges all.
 DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
@@ -335,12 +354,16 @@ struct Stream {
 
     DEVICE void wait_v(const Team& team) const { v_at.wait_full(shared_address(team.memory.barriers.v_full)); }
 
-    // Starts the scores of a tile, and the values of the tile before.
+    DEVICE bool has_k(const Team& team) const { return k_at.test_full(shared_address(team.memory.barriers.k_full)); }
+
+    DEVICE bool has_v(const Team& team) const { return v_at.test_full(shared_address(team.memory.barriers.v_full)); }
+
+    // Starts the scores of a tile, whose keys are there, and the values of the tile before.
     DEVICE void start_qk_and_pv(const Team& team) {
-        wait_k(team);
+        const bool v_is_there = has_v(team);
         team.begin_turn();
         team.start_qk(scores, k_at.stage);
-        wait_v(team);
+        if (!v_is_there) wait_v(team);
         team.start_pv(acc, probs, v_at.stage);
         team.end_turn();
     }
@@ -348,6 +371,7 @@ struct Stream {
     // The scores of a tile, and the values of the tile before, whichever exist.
     DEVICE void multiply(const Team& team, bool has_scores, bool has_probs) {
         if (has_scores && has_probs) {
+            wait_k(team);
             start_qk_and_pv(team);
             team.wait_pv(acc, v_at.stage);
             team.wait_qk<0>(scores, k_at.stage);
@@ -376,20 +400,26 @@ struct Stream {
         end_softmax(acc, scores, probs, rescale, sums);
     }
 
-    // `multiply` and `softmax` of a tile whose keys all rows see: its probabilities are computed while the values of the tile before, of the
-    // same work tile, are multiplied. `more`: another tile of keys follows.
-    DEVICE void multiply_and_softmax(const Team& team, bool more) {
-        start_qk_and_pv(team);
-        team.wait_qk<1>(scores, k_at.stage);
-        k_at.advance();
-        Rescale rescale;
-        float sums[1][2] = {};
-        begin_softmax(team.params.forward, acc, scores, rescale, sums);
-        // The compiler moves the wait for products up, before probabilities, but not over a branch.
-        if (more) wait_k(team);
-        team.wait_pv(acc, v_at.stage);
-        v_at.advance();
-        end_softmax(acc, scores, probs, rescale, sums);
+    // `multiply` and `softmax` of `count` tiles whose keys all rows see. Probabilities are computed while the values of the tile before, of
+    // the same work tile, are multiplied.
+    DEVICE void multiply_and_softmax(const Team& team, u32 count) {
+        wait_k(team);
+#pragma unroll 1
+        for (; count; count--) {
+            start_qk_and_pv(team);
+            team.wait_qk<1>(scores, k_at.stage);
+            k_at.advance();
+            // Asked for early: the answer takes a while.
+            const bool waits_k = count > 1 && !has_k(team);
+            Rescale rescale;
+            float sums[1][2] = {};
+            begin_softmax(team.params.forward, acc, scores, rescale, sums);
+            // The compiler moves the wait for products up, before probabilities, but not over a branch.
+            if (waits_k) wait_k(team);
+            team.wait_pv(acc, v_at.stage);
+            v_at.advance();
+            end_softmax(acc, scores, probs, rescale, sums);
+        }
     }
 };
 
@@ -408,6 +438,7 @@ struct FullBlocks {
 // Ends a work tile: stores a warp's rows.
 DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked) {
     const ForwardParams& p = team.params.forward;
+    if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
     if (recompute) {
         Row* rows = team.find_rows(work_tile);
@@ -419,59 +450,44 @@ DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSof
     __syncwarp();
 }
 
-// Computes this block's work tiles. Where it STREAMS, has_probs reaches over the end of a work tile.
+// Computes this block's work tiles.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
     const Team team(params, memory);
     Stream stream;
     RingStage<LISTED> tile_at;
-    // The stage of the work tile that is accumulated, and the parity of the next rows of q.
-    u32 accumulated = 0, q_parity = 0;
-    bool has_probs = false, any_masked = false;
-    auto end_accumulated = [&] {
-        end_work_tile(team, memory.work_tiles[accumulated], stream.acc, any_masked);
-        team.arrive(memory.barriers.work_tile_empty + accumulated);
-        has_probs = false;
-    };
+    // The parity of the next rows of q.
+    u32 q_parity = 0;
     if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
     for (;; tile_at.advance()) {
         tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
         const WorkTile& work_tile = memory.work_tiles[tile_at.stage];
-        const bool exists = work_tile.sequence != NONE;
-        if (!STREAMS && !exists) return;
-        if (exists) team.wait_q(work_tile, q_parity);
-        q_parity ^= 1;
+        if (work_tile.sequence == NONE) return;
         const KeyBlocks blocks(p, work_tile);
         const FullBlocks full(p, work_tile);
-        u32 block = blocks.first;
-        Row* rows = memory.rows + team.first_row;
-        for (bool first = true;; first = false) {
-            const u32 next = exists ? next_block(p, work_tile, block + 1, blocks.end) : 0;
-            const bool masked = Scoring::HAS_MASK ? exists && is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
+        const Row* rows = team.find_rows(work_tile);
+        stream.acc.reset();
+        bool any_masked = false;
+        team.wait_q(work_tile, q_parity);
+        q_parity ^= 1;
+        for (u32 block = blocks.first; block < blocks.end;) {
+            const bool first = block == blocks.first;
             // Masks and biases branch, and the compiler waits for products where it branches.
-            if (!Scoring::HAS_BIAS && !first && !masked) {
-                stream.multiply_and_softmax(team, next < blocks.end);
-            } else {
-                if (!STREAMS || exists || has_probs) stream.multiply(team, !STREAMS || exists, has_probs);
-                if (first) {
-                    if (STREAMS && has_probs) end_accumulated();
-                    if (STREAMS && !exists) return;
-                    team.find_rows(work_tile);
-                    stream.acc.reset();
-                    accumulated = tile_at.stage, any_masked = false;
-                }
-                stream.softmax(p, {rows, block * BLOCK_N}, masked);
-                has_probs = true;
-                any_masked |= masked;
+            if (!Scoring::HAS_BIAS && !first && block >= full.begin && block < full.end) {
+                stream.multiply_and_softmax(team, full.end - block);
+                block = full.end;
+                continue;
             }
-            block = next;
-            if (block >= blocks.end) break;
+            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
+            stream.multiply(team, true, !first);
+            stream.softmax(p, {rows, block * BLOCK_N}, masked);
+            any_masked |= masked;
+            block = next_block(p, work_tile, block + 1, blocks.end);
         }
         if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.team);
-        if (!STREAMS) {
-            stream.multiply(team, false, true);
-            end_accumulated();
-        }
+        stream.multiply(team, false, true);
+        end_work_tile(team, work_tile, stream.acc, any_masked);
+        team.arrive(memory.barriers.work_tile_empty + tile_at.stage);
     }
 }
 

@@ -3,19 +3,6 @@
 
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// How long the second-level cache is to keep what is read: data that is read once, and data that other blocks of threads read too.
-DEVICE u64 l2_evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-DEVICE u64 l2_evict_last() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 // Rows of a sequence in a tensor whose map bounds every sequence by itself: of rank 5, (columns, heads, rows, and two dimensions of extent
 // 2^31 - 1 whose strides are 2^34 elements less a row, and a row). The rows have an extent of 2^30, and a copy counts them so that the
 // sequence's end is the tensor's: rows behind it are written as 0, and not read. The two other dimensions lead back to the sequence:
@@ -27,9 +14,9 @@ struct RaggedRows {
     DEVICE RaggedRows(u32 start, u32 length) : rows((1 << 30) - (i32)length), start(1 << 30), end((i32)(start + length)) {}
 
     // Copies a box of the map, from `column` and the sequence's row `row` on; `barrier` counts its bytes, absent rows too.
-    DEVICE void load(u32 to, const TensorMap* map, u32 barrier, u32 column, u32 head, u32 row, u64 l2_policy) const {
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-                     "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
-                     ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(rows + (i32)row), "r"(start), "r"(end), "l"(l2_policy) : "memory");
+    DEVICE void load(u32 to, const TensorMap* map, u32 barrier, u32 column, u32 head, u32 row) const {
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                     ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(rows + (i32)row), "r"(start), "r"(end) : "memory");
     }
 };

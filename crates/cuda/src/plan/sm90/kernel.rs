@@ -19,8 +19,8 @@ const PANEL_ROW_BYTES: usize = 128;
 /// Bytes of a barrier in shared memory (`mbarrier`).
 const BARRIER_BYTES: usize = 8;
 
-/// Work tiles in shared memory: the one that ends, the one that begins, and the next.
-const WORK_TILES: usize = 3;
+/// Work tiles in shared memory: the one that is computed, and the next.
+const WORK_TILES: usize = 2;
 
 /// Bytes of the flags that the warps of a block share.
 const FLAG_BYTES: usize = 16;
