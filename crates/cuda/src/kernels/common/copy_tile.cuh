@@ -129,7 +129,7 @@ DEVICE void copy_kv_tile(const ForwardParams& p, const KvRows& kv, const CopySta
         u32 j = j0 + thread;
         if (thread < WARP_KEYS && j >= keys.begin && j < keys.end) found = key_offset(p, kv.tensor, keys, j);
     }
-#pragma unroll
+#pragma unroll (COPY_UNROLL)
     for (int n = 0; n < COPIES; n++) {
         u32 index = thread + n * LOADERS;
         u32 row = index / CHUNKS, chunk = index % CHUNKS;

@@ -53,22 +53,25 @@ DEVICE void add_nonfinite_words(float (&out)[4], const u32 (&probs)[4], u32 visi
 // `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
     u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-    KvSource source(p, work_tile);
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
-    u64 q[2];
     float shift[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 row = work_tile.row + first_row + 8 * half + g;
-        q[half] = row < row_count(p, work_tile) ? row_address(p.q, work_tile, q_row(p, work_tile.kv_head, row)) : 0;
-        shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
-    }
+    for (int half = 0; half < 2; half++) shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
 #pragma unroll
     for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc.out[0][n][i] = 0.f;
 #pragma unroll 1
     for (u32 key0 = work_tile.begin / 16 * 16; key0 < work_tile.end; key0 += 16) {
+        // Addresses are found again for each 16 keys, which takes no registers from the others.
+        const WorkTile& found = *opaque(&work_tile);
+        const KvSource source(p, found);
+        u64 q[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 row = found.row + first_row + 8 * half + g;
+            q[half] = row < row_count(p, found) ? row_address(p.q, found, q_row(p, found.kv_head, row)) : 0;
+        }
         float s[2][4] = {};
         u64 k[2];
 #pragma unroll
@@ -102,7 +105,7 @@ DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32
         for (int i = 0; i < 4; i++) v[i] = key_address(p, p.v, source.keys, source.v, key0 + i / 2 * 8 + 2 * t + i % 2);
 #pragma unroll
         for (int n = 0; n < PV_MMA_N; n++) {
-            u32 column = 8 * n + g, b[2];
+            u32 column = opaque(8 * n + g), b[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) b[i] = load_one(v[2 * i], column, source.value_dim) | load_one(v[2 * i + 1], column, source.value_dim) << 16;
             if (__any_sync(ALL_LANES, has_nonfinite<DTYPE>(b[0]) || has_nonfinite<DTYPE>(b[1])))

@@ -8,3 +8,6 @@ typedef SwizzledTile<padded_columns(VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
 
 // Threads that copy a tile of keys or values together where TMA cannot.
 constexpr int LOADERS = WARPGROUP_THREADS;
+
+// Copies of a thread in one piece of code, which computes their addresses at once: all take more registers than the copying warpgroup has.
+constexpr int COPY_UNROLL = 4;
