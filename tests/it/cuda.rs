@@ -14,8 +14,9 @@ use flashtile::kernel::ScalarType;
 use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile, machines};
 use flashtile::quality::Accumulation;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, Inputs, KvCache, Outputs,
-    PlanOptions, Problem, ProblemDesc, QOffset, Runner, SeqLens, TensorView, TensorViewMut, Visibility,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dims, Dtype, Inputs, KvCache, Outputs,
+    PlanOptions, Problem, ProblemDesc, QOffset, Runner, SeqLens, Sequences, TensorView, TensorViewMut,
+    Visibility,
 };
 use flashtile_testkit::{
     CacheTwins, Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng,
@@ -184,7 +185,17 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
     let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
         return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
     };
-    let cases: Vec<Case> = catalogue().into_iter().filter(|case| case.desc.dtype != Dtype::F32).collect();
+    let mut cases: Vec<Case> = catalogue().into_iter().filter(|case| case.desc.dtype != Dtype::F32).collect();
+    // A process compiles one kernel at a time: several can share the catalogue. Cases of one kernel are neighbours.
+    cases.sort_by_key(|case| {
+        let desc = &case.desc;
+        let modified = desc.softcap.is_some() || desc.alibi || desc.tree;
+        let Dims { head_dim, value_dim, .. } = desc.dims;
+        let cached = desc.sequences != Sequences::Dense;
+        (head_dim, value_dim, desc.dtype == Dtype::F16, desc.mask.is_some(), modified, cached)
+    });
+    let [shard, shards] = shard();
+    let cases = &cases[cases.len() * shard / shards..cases.len() * (shard + 1) / shards];
     let tiled = |tile: Sm90Tile| CudaRunner::new(cuda.clone()).tiled(tile);
     let runners = [
         tiled(Sm90Tile::new(2, 64, 2)),
@@ -193,18 +204,55 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
     ];
     let (mut passed, mut failed) = (0, Vec::new());
     let runners: Vec<&dyn CaseRunner> = runners.iter().map(|runner| runner as &dyn CaseRunner).collect();
-    conformance(&cases, &runners, |result| match &result.result {
+    conformance(cases, &runners, |result| match &result.result {
         Ok(_) => passed += 1,
         Err(Failure::Skipped(_)) => {}
         Err(_) => failed.push(result.to_string()),
     });
     println!("{passed} passed");
     assert!(
-        failed.is_empty() && passed > 500,
+        failed.is_empty() && passed > 500 / shards,
         "{passed} passed, {} failed:\n{}",
         failed.len(),
         failed.join("\n")
     );
+}
+
+#[test]
+fn blocks_of_threads_take_work_tiles_from_a_queue() {
+    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+        return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
+    };
+    // A fourth more tiles than blocks of threads, of which the last are cut, and three of unequal length for each block.
+    let room = cuda.facts().multiprocessors;
+    let cut = Case::new("queue_cut", [1, room + room.div_ceil(4), 1, 128, 1280, 64, 64], Dtype::BF16);
+    let causal =
+        Case::new("queue_causal", [1, room, 1, 384, 500, 64, 64], Dtype::F16).causal(QOffset::BottomRight);
+    for (case, is_cut) in [(cut, true), (causal, false)] {
+        let built = build(&case);
+        let tile = Sm90Tile::new(2, 64, 2);
+        let runner = CudaRunner::new(cuda.clone()).tiled(tile);
+        let plan =
+            CudaPlan::with_tile(&built.problem, cuda.facts(), PlanOptions::default(), tile.into()).unwrap();
+        assert_eq!(plan.splits() > 1, is_cut, "{plan}");
+        let want = answer(&built, &runner).out.bits();
+        // Every run begins with the whole queue again.
+        let mut out = Guarded::new(case.desc.dtype, built.problem.dims().out_shape(), built.layout);
+        let mut outputs = Outputs::new(out.view_mut());
+        let mut run =
+            DeviceRun::new(&cuda, &plan, &built.inputs(), &mut outputs, DevicePlacement::default()).unwrap();
+        for _ in 0..3 {
+            run.compute(&mut Outputs::new(out.view_mut())).unwrap();
+            assert!(out.bits() == want, "{}", case.name);
+        }
+    }
+}
+
+/// `I/N` of the environment variable `FLASHTILE_SHARD`: which of how many parts of its cases a test runs; else all.
+fn shard() -> [usize; 2] {
+    let Ok(shard) = std::env::var("FLASHTILE_SHARD") else { return [0, 1] };
+    let parts: Vec<usize> = shard.split('/').map(|part| part.parse().expect(&shard)).collect();
+    parts.try_into().expect(&shard)
 }
 
 #[test]

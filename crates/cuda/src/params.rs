@@ -120,7 +120,8 @@ device_struct! {
         pub(super) kv_box_rows: u32,
         /// Query positions of 64 rows; 0 where warps copy q themselves.
         pub(super) q_box_positions: u32,
-        pub(super) unused: u32,
+        /// Work tiles that blocks of threads take one after another, by the first counter; 0 where each block has a list.
+        pub(super) queued: u32,
     }
 }
 

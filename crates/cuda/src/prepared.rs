@@ -343,7 +343,7 @@ impl Tensors<'_> {
             v_batch_rows: v.batch_rows,
             kv_box_rows: kv_box_rows as u32,
             q_box_positions,
-            unused: 0,
+            queued: 0,
         })
     }
 }
@@ -398,9 +398,10 @@ impl Launches<'_> {
                         .flatten();
                     let access = if by_tma.is_some() { Access::Tma } else { access };
                     let copied = PrefillParams { forward: params, ..PrefillParams::default() };
+                    let params = PrefillParams { queued: launch.queued(), ..by_tma.unwrap_or(copied) };
                     let function = functions.forward(cuda, n, kernel, access)?;
                     // SAFETY: as above; maps describe the views.
-                    unsafe { function.launch(stream, grid, &by_tma.unwrap_or(copied))? };
+                    unsafe { function.launch(stream, grid, &params)? };
                 }
             }
             params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;

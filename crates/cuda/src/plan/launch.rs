@@ -42,6 +42,8 @@ pub(crate) struct Launch<K> {
     pub(crate) kernel: K,
     /// The first work tile of each block of threads, then the others.
     pub(crate) work_tiles: Vec<WorkTile>,
+    /// True if the others are a queue for all blocks of threads, which a counter leads through; else each has a list.
+    pub(crate) is_queue: bool,
     /// The entries that are work.
     pub(crate) count: usize,
     /// The most splits of a tile.
@@ -51,4 +53,11 @@ pub(crate) struct Launch<K> {
     /// What is launched and reserved: enough for other lengths of the same sequences too, where blocks of threads share
     /// tiles.
     pub(crate) capacity: Capacity,
+}
+
+impl<K> Launch<K> {
+    /// Work tiles of the queue, with the first of each block of threads; 0 where there is none.
+    pub(crate) const fn queued(&self) -> u32 {
+        if self.is_queue { self.count as u32 } else { 0 }
+    }
 }

@@ -7,7 +7,7 @@ use super::schedule::{Assignment, tiles};
 use super::sm80::Sm80Tile;
 use super::work_tile::WorkTile;
 use flashtile_core::plan::{PlanOptions, Unsupported};
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{Problem, Sequences};
 
 /// The most work tiles of a plan.
 const MAX_WORK_TILES: usize = 1 << 22;
@@ -183,9 +183,17 @@ fn launch(
         Some(splits) => Assignment::even(work, &shape, splits.max(1)),
         None if work.len() >= room && !tile.warps_split_keys() => {
             let row = (kernel.head_dim() + kernel.value_dim()) * problem.dtype().bytes();
-            Assignment::whole(work, shape.keys, kernel.l2_share(facts) / row, room, kernel.max_work_tiles())
+            let section = kernel.l2_share(facts) / row;
+            match kernel.max_work_tiles() {
+                None => {
+                    // Other numbers of keys need the same work tiles in number: a graph has captured it.
+                    let cuts = problem.desc().sequences == Sequences::Dense;
+                    Assignment::queue(work, &shape, section, room, cuts)
+                }
+                Some(most) => Assignment::whole(work, shape.keys, section, room, most),
+            }
         }
-        None => Assignment::equal(work, &shape, room),
+        None => Assignment::equal(&work, &shape, room),
     };
     let launch = Launch { max_blocks, ..assignment.launch(kernel, shape.teams) };
     if launch.work_tiles.len() > MAX_WORK_TILES {

@@ -56,7 +56,7 @@ impl NativeKernel {
     pub(super) const fn l2_share(self, facts: &CudaFacts) -> usize {
         match self {
             Self::Sm80(_) => facts.l2 / 2,
-            Self::Sm90(_) => facts.l2 / 16,
+            Self::Sm90(_) => facts.l2 / 64,
         }
     }
 
@@ -100,12 +100,12 @@ impl NativeKernel {
         }
     }
 
-    /// The most work tiles of a block of threads that computes tiles as a whole: those that it can recompute. An sm90 kernel recomputes
-    /// a work tile before it begins the next one.
-    pub(super) const fn max_work_tiles(self) -> usize {
+    /// The most work tiles of a block of threads that computes tiles as a whole from a list: those that it can recompute. None of an sm90
+    /// kernel, which recomputes a work tile before it begins the next one, and takes them from a queue.
+    pub(super) const fn max_work_tiles(self) -> Option<usize> {
         match self {
-            Self::Sm80(_) => MAX_RECOMPUTED,
-            Self::Sm90(_) => usize::MAX,
+            Self::Sm80(_) => Some(MAX_RECOMPUTED),
+            Self::Sm90(_) => None,
         }
     }
 

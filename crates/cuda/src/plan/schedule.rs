@@ -139,6 +139,8 @@ pub(super) fn tiles(problem: &Problem, shape: &TileShape, sequences: &[usize], s
 /// Work tiles of each block of threads.
 pub(super) struct Assignment {
     blocks: Vec<Vec<WorkTile>>,
+    /// Work tiles that any block takes after its own, in this order.
+    queue: Vec<WorkTile>,
     splits: usize,
     used: Capacity,
     /// What another step of the same number of tiles may use.
@@ -148,39 +150,24 @@ pub(super) struct Assignment {
 impl Assignment {
     const fn none() -> Self {
         let used = Capacity { grid: 0, work_tiles: 0, partials: 0, counters: 0 };
-        Self { blocks: Vec::new(), splits: 1, used, reserved: used }
+        Self { blocks: Vec::new(), queue: Vec::new(), splits: 1, used, reserved: used }
     }
 
-    /// Tiles as a whole, for `room` blocks of threads that the device holds at a time. Tiles of heads with at most `section` keys together
-    /// are neighbours, so that keys are read from the second-level cache; among them the longest come first. Each goes to the block that
-    /// is done first, and has at most `max_work_tiles`.
+    /// Tiles as a whole, for `room` blocks of threads that the device holds at a time, in the order of [`in_sections`]. Each goes to the
+    /// block that is done first, and has at most `max_work_tiles`.
     pub(super) fn whole(
-        mut tiles: Vec<Tile>,
+        tiles: Vec<Tile>,
         block_k: usize,
         section: usize,
         room: usize,
         max_work_tiles: usize,
     ) -> Self {
-        let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
-        let (mut number, mut filled, mut last) = (0, 0usize, None);
-        for tile in tiles.drain(..) {
-            let head = (tile.sequence, tile.kv_head);
-            if last != Some(head) {
-                if filled >= section {
-                    (number, filled) = (number + 1, 0);
-                }
-                filled += tile.keys.len().max(1);
-                last = Some(head);
-            }
-            sections.push((number, tile));
-        }
-        sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
-        let rounds = sections.len().div_ceil(room.saturating_mul(max_work_tiles));
-        let count = (room * rounds).min(sections.len());
+        let rounds = tiles.len().div_ceil(room.saturating_mul(max_work_tiles));
+        let count = (room * rounds).min(tiles.len());
         let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
         // What blocks of threads have to do so far; of equal ones the first.
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
-        for (_, tile) in sections {
+        for tile in in_sections(tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A tile's beginning and end take about as long as a block of keys. A block of threads with as many work tiles as it
@@ -190,6 +177,32 @@ impl Assignment {
             }
         }
         Self { blocks, ..Self::none() }
+    }
+
+    /// Tiles in the order of [`in_sections`]: the first for each of `room` blocks of threads, the others for whichever block is done, while
+    /// the kernel runs. Where it `cuts`, the last are cut where too few are left for all blocks.
+    pub(super) fn queue(
+        tiles: Vec<Tile>,
+        shape: &TileShape,
+        section: usize,
+        room: usize,
+        cuts: bool,
+    ) -> Self {
+        let mut tiles = in_sections(tiles, section, 2 * room);
+        let mut assignment = Self::none();
+        // The counter of the queue.
+        assignment.used.counters = 1;
+        let rest = if cuts { unbalanced(&tiles, shape, room) } else { 0 };
+        let rest = tiles.split_off(tiles.len() - rest);
+        let mut work_tiles = tiles.into_iter().map(|tile| tile.work_tile(0..tile.blocks(1), 1));
+        assignment.blocks = work_tiles.by_ref().take(room).map(|first| vec![first]).collect();
+        assignment.queue = work_tiles.collect();
+        if !rest.is_empty() {
+            let mut cut = assignment.cut(&rest, shape, room).concat();
+            cut.sort_by_key(|work_tile| Reverse(work_tile.end - work_tile.begin));
+            assignment.queue.append(&mut cut);
+        }
+        assignment
     }
 
     /// Tiles cut into `splits` splits of nearly equal length, with a block of threads for each split.
@@ -210,8 +223,21 @@ impl Assignment {
 
     /// The blocks of keys of all tiles end to end, cut into ranges that take about the same time, for at most `room` blocks of threads.
     /// The beginning and end of a work tile take about as long as a block of keys.
-    pub(super) fn equal(tiles: Vec<Tile>, shape: &TileShape, room: usize) -> Self {
-        let (block_k, min_blocks, room) = (shape.keys, shape.min_split_blocks, room.max(1));
+    pub(super) fn equal(tiles: &[Tile], shape: &TileShape, room: usize) -> Self {
+        let room = room.max(1);
+        let mut assignment = Self::none();
+        // Each boundary between blocks of threads adds a work tile, and cuts one tile.
+        let work_tiles = tiles.len() + room;
+        // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
+        assignment.reserved =
+            Capacity { grid: room, work_tiles, partials: 2 * room + room / 2, counters: room + room / 2 };
+        assignment.blocks = assignment.cut(tiles, shape, room);
+        assignment
+    }
+
+    /// Work tiles of [`Assignment::equal`] for each block of threads.
+    fn cut(&mut self, tiles: &[Tile], shape: &TileShape, room: usize) -> Vec<Vec<WorkTile>> {
+        let (block_k, min_blocks) = (shape.keys, shape.min_split_blocks);
         let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
         let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
         // What cuts add is known when they are made: a few lengths are tried, the smallest first.
@@ -222,21 +248,15 @@ impl Assignment {
         let mut ranges: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); tiles.len()];
         let count =
             cut(of_tiles(), share, min_blocks, |tile, block, range| ranges[tile].push((block, range)));
-        let mut assignment = Self::none();
-        // Each boundary between blocks of threads adds a work tile, and cuts one tile.
-        let work_tiles = tiles.len() + room;
-        // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
-        assignment.reserved =
-            Capacity { grid: room, work_tiles, partials: 2 * room + room / 2, counters: room + room / 2 };
-        assignment.blocks.resize_with(count, Vec::new);
+        let mut blocks = vec![Vec::new(); count];
         for (tile, ranges) in tiles.iter().zip(ranges) {
             let splits = ranges.iter().map(|(_, range)| tile.work_tile(range.clone(), block_k)).collect();
-            let splits = assignment.with_partials(splits, tile.count * shape.value_dim * 4);
+            let splits = self.with_partials(splits, tile.count * shape.value_dim * 4);
             for ((block, _), work_tile) in ranges.iter().zip(splits) {
-                assignment.blocks[*block].push(work_tile);
+                blocks[*block].push(work_tile);
             }
         }
-        assignment
+        blocks
     }
 
     /// Gives the splits of one tile their partials, of `bytes` each.
@@ -260,7 +280,8 @@ impl Assignment {
 
     pub(super) fn launch<K>(self, kernel: K, teams: usize) -> Launch<K> {
         let grid = self.blocks.len();
-        let count = self.blocks.iter().map(Vec::len).sum();
+        let count = self.queue.len() + self.blocks.iter().map(Vec::len).sum::<usize>();
+        let is_queue = !self.queue.is_empty();
         let used = Capacity { grid, work_tiles: count, ..self.used };
         let reserved = used.max(self.reserved);
         let capacity = Capacity { counters: teams * reserved.counters, ..reserved };
@@ -278,8 +299,43 @@ impl Assignment {
                 }
             }
         }
-        Launch { kernel, work_tiles, count, splits: self.splits, max_blocks: 0, capacity }
+        work_tiles.extend(self.queue);
+        Launch { kernel, work_tiles, is_queue, count, splits: self.splits, max_blocks: 0, capacity }
     }
+}
+
+/// Tiles in the order in which they are begun. Heads with at most `section` keys together are neighbours, so that keys are read from
+/// the second-level cache; among them the longest come first. The last `tail` tiles or more are one section, whose short tiles fill what
+/// the long ones leave at the end.
+fn in_sections(tiles: Vec<Tile>, section: usize, tail: usize) -> Vec<Tile> {
+    let tail = tiles.len().saturating_sub(tail);
+    let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
+    let (mut number, mut filled, mut last) = (0, 0usize, None);
+    for (n, tile) in tiles.into_iter().enumerate() {
+        let head = (tile.sequence, tile.kv_head);
+        if last != Some(head) {
+            if filled >= section && n <= tail {
+                (number, filled) = (number + 1, 0);
+            }
+            filled += tile.keys.len().max(1);
+            last = Some(head);
+        }
+        sections.push((number, tile));
+    }
+    sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
+    sections.into_iter().map(|(_, tile)| tile).collect()
+}
+
+/// The last of `tiles` that are better cut: as many as leave blocks of threads without work after all have had the same number of tiles,
+/// if that takes long. Cuts cost about as much as two blocks of keys, and partial results as much again.
+fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
+    const COST: usize = 4;
+    let rest = tiles.len() % room;
+    let blocks = tiles[tiles.len() - rest..].iter().map(|tile| tile.blocks(shape.keys));
+    let (longest, total) = (blocks.clone().max().unwrap_or(0), blocks.sum::<usize>());
+    // Shorter tiles end while the longest is computed: the shortest of all the others began before.
+    let cut = total.div_ceil(room).max(shape.min_split_blocks) + COST;
+    if tiles.len() > room && longest > cut { rest } else { 0 }
 }
 
 /// Cuts tiles, given by their blocks of keys, into splits for blocks of threads that each have room for `share` blocks of keys; a split
@@ -329,14 +385,19 @@ mod tests {
         Tile { sequence, full: keys.clone(), keys, count: 16, ..Tile::EMPTY }
     }
 
+    impl Assignment {
+        fn work_tiles(&self) -> impl Iterator<Item = &WorkTile> {
+            self.blocks.iter().flatten().chain(&self.queue)
+        }
+    }
+
     const SHAPE: TileShape =
         TileShape { rows: 16, keys: 64, value_dim: 128, panels: 1, teams: 1, min_split_blocks: 1 };
 
     /// Every key of every tile is in exactly one work tile, and the partials of a tile's splits are neighbours in key order.
     fn check(assignment: &Assignment, tiles: &[Tile]) {
         for tile in tiles {
-            let work_tiles =
-                || assignment.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
+            let work_tiles = || assignment.work_tiles().filter(|i| i.sequence == tile.sequence as u32);
             let mut at = tile.keys.start;
             for (n, work_tile) in work_tiles().enumerate() {
                 assert_eq!(work_tile.begin as usize, at);
@@ -355,7 +416,7 @@ mod tests {
         let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
         let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
         for room in [1, 2, 7, 100, 264] {
-            let assignment = Assignment::equal(tiles.clone(), &SHAPE, room);
+            let assignment = Assignment::equal(&tiles, &SHAPE, room);
             assert!(assignment.blocks.len() <= room && assignment.blocks.iter().all(|b| !b.is_empty()));
             assert_eq!(assignment.reserved.max(assignment.used), assignment.reserved);
             check(&assignment, &tiles);
@@ -379,5 +440,37 @@ mod tests {
             let rounds = tiles.len().div_ceil(room.saturating_mul(max_work_tiles));
             assert_eq!(assignment.blocks.len(), (room * rounds).min(tiles.len()));
         }
+        for room in [1, 3, 100] {
+            let assignment = Assignment::queue(tiles.clone(), &SHAPE, 5000, room, false);
+            check(&assignment, &tiles);
+            assert_eq!(assignment.blocks.len(), room.min(tiles.len()));
+            // The first three heads have 5000 keys together, the last section has 2 * room tiles at least.
+            let order: Vec<u32> = assignment.work_tiles().map(|work_tile| work_tile.sequence).collect();
+            let expected = if room == 1 { [1, 2, 0, 6, 5, 3, 4] } else { [6, 1, 5, 3, 2, 0, 4] };
+            assert_eq!(order, expected);
+            let launch = assignment.launch((), 2);
+            assert_eq!(launch.queued() as usize, if room < tiles.len() { tiles.len() } else { 0 });
+            assert!(launch.work_tiles.iter().all(|work_tile| work_tile.next == 0));
+        }
+    }
+
+    #[test]
+    fn a_queue_cuts_tiles_that_would_leave_blocks_without_work() {
+        // 14 tiles of 32 blocks for 4 blocks of threads: 2 are cut.
+        let tiles: Vec<Tile> = (0..14).map(|n| tile(n, 0..2048)).collect();
+        let queue = |cuts| Assignment::queue(tiles.clone(), &SHAPE, 1, 4, cuts);
+        assert!(queue(false).work_tiles().all(|work_tile| work_tile.splits == 1));
+        let assignment = queue(true);
+        let (whole, splits): (Vec<&WorkTile>, Vec<&WorkTile>) =
+            assignment.work_tiles().partition(|work_tile| work_tile.splits == 1);
+        assert_eq!((whole.len(), splits.len()), (12, 4));
+        assert!(splits.iter().all(|split| (15 * 64..=17 * 64).contains(&(split.end - split.begin))));
+        // The queue has the first counter.
+        assert!(splits.iter().all(|split| split.counter > 0));
+        assert_eq!(assignment.launch((), 2).capacity.counters, 2 * 3);
+        // A tile of few blocks is not worth it.
+        let short: Vec<Tile> = (0..14).map(|n| tile(n, 0..300)).collect();
+        let assignment = Assignment::queue(short, &SHAPE, 1, 4, true);
+        assert!(assignment.work_tiles().all(|work_tile| work_tile.splits == 1));
     }
 }

@@ -127,6 +127,9 @@ DEVICE u32 zero_nonfinite(u32 x) {
     return x;
 }
 
+// A value that is the same in all lanes. The compiler keeps it, and what is computed from it, in registers of the warp.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
+
 // The same value, of which the compiler knows nothing: code that rarely runs computes its addresses from it when it runs, and keeps
 // none of them in registers before.
 DEVICE u32 opaque(u32 x) {

@@ -41,19 +41,24 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
 // consumer arrives.
 template <int STAGES>
 struct RingStage {
-    u32 stage = 0, parity = 0;
+    // Counts through the ring twice: in one register for both.
+    u32 count = 0;
+
+    DEVICE u32 stage() const { return count < STAGES ? count : count - STAGES; }
+
+    DEVICE u32 parity() const { return count >= STAGES; }
 
     // Waits, as a consumer, for this stage's tile.
-    DEVICE void wait_full(u32 full) const { mbarrier_wait(full + 8 * stage, parity); }
+    DEVICE void wait_full(u32 full) const { mbarrier_wait(full + 8 * stage(), parity()); }
 
     // Whether this stage's tile is there.
-    DEVICE bool test_full(u32 full) const { return mbarrier_test(full + 8 * stage, parity); }
+    DEVICE bool test_full(u32 full) const { return mbarrier_test(full + 8 * stage(), parity()); }
 
     // Waits, as a producer, until this stage's last tile was consumed. The first pass through the ring waits for nothing.
-    DEVICE void wait_empty(u32 empty) const { mbarrier_wait(empty + 8 * stage, parity ^ 1); }
+    DEVICE void wait_empty(u32 empty) const { mbarrier_wait(empty + 8 * stage(), parity() ^ 1); }
 
     DEVICE void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++count == 2 * STAGES) count = 0;
     }
 };
 

@@ -14,9 +14,10 @@ constexpr int TEAM_WARPS = 4, TEAMS = WARPS_Q / TEAM_WARPS, TEAM_ROWS = WARPGROU
 static_assert(MMA_M == 1 && WARPS_K == 1 && BLOCK_N % 16 == 0 && DTYPE != F32);
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Together they are at most what the threads are launched
 // with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do.
+constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : Scoring::HAS_MASK ? 56 : TMA && !PAGED ? 24 : 40;
-constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : Scoring::HAS_MASK ? 224 : TMA && !PAGED ? 240 : 232;
+constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
+constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
 // Partials that are loaded at a time where they are merged.
@@ -40,9 +41,17 @@ struct PrefillMemory {
     WorkTile work_tiles[LISTED];
     Barriers barriers;
     // Of each team: 1 if it stored the last split of a tile.
-    u32 is_last_split[4];
+    u32 is_last_split[3];
+    // Of the warpgroup that copies: the next work tile.
+    u32 next_entry;
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
+
+// The parity of a work tile's rows of q: of every second work tile.
+DEVICE u32 q_parity(const RingStage<LISTED>& work_tile) {
+    static_assert(LISTED == 2);
+    return work_tile.stage();
+}
 
 // Named barriers: a turn of each team, and the threads of each team.
 constexpr int TURN_BARRIER = 1, TEAM_BARRIER = 4;
@@ -133,14 +142,14 @@ struct KvProducer {
     }
 
     DEVICE void load_k(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.k_empty + at.stage, at.parity ^ 1);
-        load<KTile>(work_tile, &params.k, params.forward.k, params.k_batch_rows, false, memory.k[at.stage], memory.barriers.k_full + at.stage, block);
+        wait_empty(memory.barriers.k_empty + at.stage(), at.parity() ^ 1);
+        load<KTile>(work_tile, &params.k, params.forward.k, params.k_batch_rows, false, memory.k[at.stage()], memory.barriers.k_full + at.stage(), block);
         at.advance();
     }
 
     DEVICE void load_v(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.v_empty + at.stage, at.parity ^ 1);
-        load<VTile>(work_tile, &params.v, params.forward.v, params.v_batch_rows, true, memory.v[at.stage], memory.barriers.v_full + at.stage, block);
+        wait_empty(memory.barriers.v_empty + at.stage(), at.parity() ^ 1);
+        load<VTile>(work_tile, &params.v, params.forward.v, params.v_batch_rows, true, memory.v[at.stage()], memory.barriers.v_full + at.stage(), block);
         at.advance();
     }
 
@@ -165,37 +174,71 @@ struct KvProducer {
     }
 };
 
+// The work tiles of this block: a list, or whatever is next in the queue of all blocks when it asks.
+struct WorkTiles {
+    const PrefillParams& params;
+    PrefillMemory& memory;
+    // What the queue has answered, of one thread.
+    u32 ticket;
+
+    // Asks for the next one. The answer takes a while, but who asks early keeps from others what they could begin at once.
+    DEVICE void ask(u32 thread) {
+        if (params.queued && thread == 0) ticket = atomicAdd((u32*)params.forward.counters, 1u);
+    }
+
+    // The entry behind a work tile, NONE after the last.
+    DEVICE u32 next(const WorkTile& work_tile, u32 thread) {
+        if (!params.queued) return work_tile.next ? work_tile.next : NONE;
+        if (thread == 0) {
+            // Every work tile but each block's first is taken by a ticket, and every block is told by one that there are no more.
+            if (ticket + 1 == params.queued) *(u32*)params.forward.counters = 0;
+            const u32 entry = ticket + gridDim.x;
+            memory.next_entry = entry < params.queued ? entry : NONE;
+        }
+        sync_producer();
+        const u32 entry = memory.next_entry;
+        sync_producer();
+        return entry;
+    }
+
+    // The threads that copy: one warp by TMA, else a warpgroup.
+    static DEVICE void sync_producer() {
+        if (TMA) __syncwarp();
+        else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
+    }
+};
+
 // Copies what the work tiles of this block read, in the order in which it is read.
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
     KvProducer kv = {params, memory};
     RingStage<STAGES> k_at, v_at;
     RingStage<LISTED> tile_at;
-    u32 entry = blockIdx.x, q_parity = 0;
+    WorkTiles queue = {params, memory};
+    u32 entry = blockIdx.x;
     for (;;) {
-        WorkTile& work_tile = memory.work_tiles[tile_at.stage];
-        kv.wait_empty(memory.barriers.work_tile_empty + tile_at.stage, tile_at.parity ^ 1);
+        WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
+        kv.wait_empty(memory.barriers.work_tile_empty + tile_at.stage(), tile_at.parity() ^ 1);
         const u32 thread = threadIdx.x % LOADERS;
         constexpr u32 WORDS = sizeof(WorkTile) / 16;
         if (thread < WORDS)
             ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
-        if (TMA) __syncwarp();
-        else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
-        if (thread == 0) mbarrier_arrive(shared_address(memory.barriers.work_tile_full + tile_at.stage));
+        queue.sync_producer();
+        if (thread == 0) mbarrier_arrive(shared_address(memory.barriers.work_tile_full + tile_at.stage()));
         if (work_tile.sequence == NONE) break;
-        entry = work_tile.next ? work_tile.next : NONE;
         const KeyBlocks blocks(p, work_tile);
-        kv.load_k(work_tile, k_at, blocks.first);
-        kv.load_q(work_tile, q_parity);
-        q_parity ^= 1;
-        u32 block = blocks.first;
+        // Keys of a tile, then the values of the tile before.
+        u32 block = blocks.first, before = NONE;
         for (;;) {
-            u32 next = next_block(p, work_tile, block + 1, blocks.end);
-            if (next < blocks.end) kv.load_k(work_tile, k_at, next);
-            kv.load_v(work_tile, v_at, block);
-            if (next >= blocks.end) break;
-            block = next;
+            if (block < blocks.end) kv.load_k(work_tile, k_at, block);
+            else queue.ask(thread);
+            if (before == NONE) kv.load_q(work_tile, q_parity(tile_at));
+            else kv.load_v(work_tile, v_at, before);
+            if (block >= blocks.end) break;
+            before = block;
+            block = next_block(p, work_tile, block + 1, blocks.end);
         }
+        entry = queue.next(work_tile, thread);
         tile_at.advance();
     }
     if (!TMA) kv.copies.hand_over<0>();
@@ -210,7 +253,7 @@ struct Team {
     u32 team, first_row, lane;
 
     DEVICE Team(const PrefillParams& params, PrefillMemory& memory)
-        : params(params), memory(memory), team(__shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP_THREADS, 0)), first_row(threadIdx.x / 32 * WARP_ROWS), lane(threadIdx.x % 32) {}
+        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), first_row(threadIdx.x / 32 * WARP_ROWS), lane(threadIdx.x % 32) {}
 
     // The warp's rows of a work tile, in shared memory.
     DEVICE Row* find_rows(const WorkTile& work_tile) const {
@@ -361,10 +404,11 @@ struct Stream {
     // Starts the scores of a tile, whose keys are there, and the values of the tile before.
     DEVICE void start_qk_and_pv(const Team& team) {
         const bool v_is_there = has_v(team);
+        const u32 k_stage = uniform(k_at.stage()), v_stage = uniform(v_at.stage());
         team.begin_turn();
-        team.start_qk(scores, k_at.stage);
+        team.start_qk(scores, k_stage);
         if (!v_is_there) wait_v(team);
-        team.start_pv(acc, probs, v_at.stage);
+        team.start_pv(acc, probs, v_stage);
         team.end_turn();
     }
 
@@ -373,18 +417,19 @@ struct Stream {
         if (has_scores && has_probs) {
             wait_k(team);
             start_qk_and_pv(team);
-            team.wait_pv(acc, v_at.stage);
-            team.wait_qk<0>(scores, k_at.stage);
+            team.wait_pv(acc, v_at.stage());
+            team.wait_qk<0>(scores, k_at.stage());
         } else if (has_scores) {
             wait_k(team);
+            const u32 k_stage = uniform(k_at.stage());
             team.begin_turn();
-            team.start_qk(scores, k_at.stage);
+            team.start_qk(scores, k_stage);
             team.end_turn();
-            team.wait_qk<0>(scores, k_at.stage);
+            team.wait_qk<0>(scores, k_at.stage());
         } else {
             wait_v(team);
-            team.start_pv(acc, probs, v_at.stage);
-            team.wait_pv(acc, v_at.stage);
+            team.start_pv(acc, probs, uniform(v_at.stage()));
+            team.wait_pv(acc, v_at.stage());
         }
         if (has_scores) k_at.advance();
         if (has_probs) v_at.advance();
@@ -407,7 +452,7 @@ struct Stream {
 #pragma unroll 1
         for (; count; count--) {
             start_qk_and_pv(team);
-            team.wait_qk<1>(scores, k_at.stage);
+            team.wait_qk<1>(scores, k_at.stage());
             k_at.advance();
             // Asked for early: the answer takes a while.
             const bool waits_k = count > 1 && !has_k(team);
@@ -416,7 +461,7 @@ struct Stream {
             begin_softmax(team.params.forward, acc, scores, rescale, sums);
             // The compiler moves the wait for products up, before probabilities, but not over a branch.
             if (waits_k) wait_k(team);
-            team.wait_pv(acc, v_at.stage);
+            team.wait_pv(acc, v_at.stage());
             v_at.advance();
             end_softmax(acc, scores, probs, rescale, sums);
         }
@@ -456,22 +501,20 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
     const Team team(params, memory);
     Stream stream;
     RingStage<LISTED> tile_at;
-    // The parity of the next rows of q.
-    u32 q_parity = 0;
     if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
     for (;; tile_at.advance()) {
         tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
-        const WorkTile& work_tile = memory.work_tiles[tile_at.stage];
+        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
         if (work_tile.sequence == NONE) return;
         const KeyBlocks blocks(p, work_tile);
-        const FullBlocks full(p, work_tile);
         const Row* rows = team.find_rows(work_tile);
         stream.acc.reset();
         bool any_masked = false;
-        team.wait_q(work_tile, q_parity);
-        q_parity ^= 1;
+        team.wait_q(work_tile, q_parity(tile_at));
         for (u32 block = blocks.first; block < blocks.end;) {
             const bool first = block == blocks.first;
+            // Found again for each tile, which takes no registers from products.
+            const FullBlocks full(p, *opaque(&work_tile));
             // Masks and biases branch, and the compiler waits for products where it branches.
             if (!Scoring::HAS_BIAS && !first && block >= full.begin && block < full.end) {
                 stream.multiply_and_softmax(team, full.end - block);
@@ -487,7 +530,7 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
         if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.team);
         stream.multiply(team, false, true);
         end_work_tile(team, work_tile, stream.acc, any_masked);
-        team.arrive(memory.barriers.work_tile_empty + tile_at.stage);
+        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
     }
 }
 

@@ -39,11 +39,11 @@ multiply(const __grid_constant__ MultiplyParams p) {
         if (threadIdx.x != WARPGROUP_THREADS) return;
         mbarrier_arrive_expect(q_full, Q_BYTES);
         for (int panel = 0; panel < PANELS; panel++)
-            q_rows.load(q + panel * (WARPGROUP_ROWS * PANEL_ROW_BYTES), q_map, q_full, panel * PANEL_COLUMNS, head, 0, l2_evict_first());
+            q_rows.load(q + panel * (WARPGROUP_ROWS * PANEL_ROW_BYTES), q_map, q_full, panel * PANEL_COLUMNS, head, 0);
         auto load = [&](u32 to, const TensorMap* map, u32 full, u32 row) {
-            mbarrier_arrive_expect(full + 8 * at.stage, KV_BYTES);
+            mbarrier_arrive_expect(full + 8 * at.stage(), KV_BYTES);
             for (int panel = 0; panel < PANELS; panel++)
-                kv_rows.load(to + at.stage * KV_BYTES + panel * (BLOCK_N * PANEL_ROW_BYTES), map, full + 8 * at.stage, panel * PANEL_COLUMNS, head, row, l2_evict_last());
+                kv_rows.load(to + at.stage() * KV_BYTES + panel * (BLOCK_N * PANEL_ROW_BYTES), map, full + 8 * at.stage(), panel * PANEL_COLUMNS, head, row);
         };
         for (u32 tile = 0; tile < tiles; tile++, at.advance()) {
             at.wait_empty(k_empty);
@@ -65,11 +65,11 @@ multiply(const __grid_constant__ MultiplyParams p) {
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++)
             Wgmma<DTYPE, BLOCK_N>::shared(scores, k_major_descriptor(q + k_major_step<WARPGROUP_ROWS>(step)),
-                                          k_major_descriptor(k + at.stage * KV_BYTES + k_major_step<BLOCK_N>(step)), step > 0);
+                                          k_major_descriptor(k + at.stage() * KV_BYTES + k_major_step<BLOCK_N>(step)), step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(scores);
-        if (lane == 0) mbarrier_arrive(k_empty + 8 * at.stage);
+        if (lane == 0) mbarrier_arrive(k_empty + 8 * at.stage());
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; i++) probs[i] = pack<DTYPE>(scores[2 * i] * .125f, scores[2 * i + 1] * .125f);
         at.wait_full(v_full);
@@ -78,11 +78,11 @@ multiply(const __grid_constant__ MultiplyParams p) {
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; step++)
             Wgmma<DTYPE, HEAD_DIM>::registers(out, probs[4 * step], probs[4 * step + 1], probs[4 * step + 2], probs[4 * step + 3],
-                                              mn_major_descriptor<BLOCK_N>(v + at.stage * KV_BYTES + mn_major_step(step)), tile > 0 || step > 0);
+                                              mn_major_descriptor<BLOCK_N>(v + at.stage() * KV_BYTES + mn_major_step(step)), tile > 0 || step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(out);
-        if (lane == 0) mbarrier_arrive(v_empty + 8 * at.stage);
+        if (lane == 0) mbarrier_arrive(v_empty + 8 * at.stage());
     }
     float* to = (float*)p.out + (u64)head * WARPGROUP_ROWS * HEAD_DIM;
 #pragma unroll
