@@ -114,21 +114,28 @@ compare() {
 
 if wants prefill; then
     step "prefill: batch * length = 16384, heads = 2048 / head dimension"
-    for d in 64 128 256; do
-        for s in 1024 4096 16384; do
-            compare prefill "prefill $d $s $((16384 / s))" prefill --head-dim $d --heads $((2048 / d)) --seq $s --batch $((16384 / s))
+    for s in 1024 2048 4096 16384; do
+        b=$((16384 / s))
+        for d in 64 128 256; do
+            compare prefill "prefill $d $s $b" prefill --head-dim $d --heads $((2048 / d)) --seq $s --batch $b
         done
+        compare prefill "prefill 128 $s $b 64 8" prefill --head-dim 128 --heads 64 --kv-heads 8 --seq $s --batch $b
+        compare prefill "prefill 192 $s $b 16 16 128" prefill --head-dim 192 --value-dim 128 --heads 16 --seq $s --batch $b
     done
-    step "groups of 8"
-    for s in 1024 4096 16384; do
-        compare prefill "prefill 128 $s $((16384 / s)) 64 8" prefill --head-dim 128 --heads 64 --kv-heads 8 --seq $s --batch $((16384 / s))
-    done
-    step "window, wide heads, f16, f32"
-    compare prefill "" prefill --head-dim 128 --heads 16 --seq 16384 --causal --window 1023
+    step "windows, wide heads, f16, f32"
+    compare prefill "prefill 128 16384 1 16 16 128 1023" prefill --head-dim 128 --heads 16 --seq 16384 --causal --window 1023
+    compare prefill "prefill 64 16384 1 64 8 64 127" prefill --head-dim 64 --heads 64 --kv-heads 8 --seq 16384 --causal --window 127
     compare prefill "" prefill --head-dim 512 --heads 4 --seq 4096 --batch 4
-    compare prefill "" prefill --head-dim 192 --value-dim 128 --heads 16 --seq 4096 --batch 4
+    compare prefill "" prefill --head-dim 512 --heads 64 --kv-heads 1 --seq 8192 --causal
     dtype=f16 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
     dtype=f32 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
+    step "chunks of 256 queries over a cache; prefill of whole sequences in pages and without"
+    for s in 8192 32768 65536; do
+        compare chunks "" decode --cache contiguous --queries 256 --head-dim 128 --heads 8 --kv-heads 1 --batch 1 --seq $s
+    done
+    for page in 16 64; do
+        compare pages "" decode --cache contiguous,paged --page $page --queries 4096 --head-dim 128 --heads 16 --kv-heads 16 --batch 4 --seq 4096
+    done
 fi
 
 if wants decode; then
