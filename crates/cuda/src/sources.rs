@@ -35,7 +35,9 @@ pub(crate) const BARRIER: &str = include_str!("kernels/sm90/barrier.cuh");
 pub(crate) const TMA: &str = include_str!("kernels/sm90/tma.cuh");
 const SM90_TILES: &str = include_str!("kernels/sm90/tiles.cuh");
 const SM90_RECOMPUTE: &str = include_str!("kernels/sm90/recompute.cuh");
+const SM90_BLOCK: &str = include_str!("kernels/sm90/block.cuh");
 const SM90_PREFILL: &str = include_str!("kernels/sm90/prefill.cu");
+const SM90_PREFILL_WIDE: &str = include_str!("kernels/sm90/prefill_wide.cu");
 const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
@@ -46,6 +48,7 @@ enum Family {
     Sm80Prefill,
     Sm80Decode,
     Sm90Prefill,
+    Sm90PrefillWide,
     MaskTiles,
     Limits,
     Sm90Limits,
@@ -61,10 +64,11 @@ impl Family {
         match self {
             Self::Sm80Prefill => sm80(SM80_PREFILL),
             Self::Sm80Decode => sm80(SM80_DECODE),
-            Self::Sm90Prefill => {
+            Self::Sm90Prefill | Self::Sm90PrefillWide => {
                 let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
-                let sm90 = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, STORE, SM90_RECOMPUTE, SM90_PREFILL];
-                common.into_iter().chain(sm90).collect()
+                let sm90 = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, STORE, SM90_RECOMPUTE, SM90_BLOCK];
+                let teams = if self == Self::Sm90Prefill { SM90_PREFILL } else { SM90_PREFILL_WIDE };
+                common.into_iter().chain(sm90).chain([teams]).collect()
             }
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
@@ -81,7 +85,7 @@ impl Family {
                 Divisor::device_source(),
                 ForwardParams::device_source(),
             ],
-            Self::Sm90Prefill => vec![
+            Self::Sm90Prefill | Self::Sm90PrefillWide => vec![
                 TensorMap::device_source(),
                 WorkTile::device_source(),
                 Tensor::device_source(),
@@ -145,15 +149,18 @@ impl Source {
 
     fn sm90(kernel: &Sm90Kernel, access: Access) -> Self {
         let Sm90Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
-        let Sm90Tile { warpgroups, keys, stages, ping_pong } = tile;
-        let mut columns = vec![keys, value_dim];
+        let Sm90Tile { keys, stages, ping_pong, shares_rows, .. } = tile;
+        let value_teams = tile.value_teams();
+        let (team_keys, team_columns) = (keys / value_teams, value_dim / value_teams);
+        let mut columns = vec![team_keys, team_columns];
         columns.sort_unstable();
         columns.dedup();
         let constants = [
             format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
-            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
-            format!("constexpr int WARPS_Q = {}, WARPS_K = 1, MMA_M = 1;", 4 * warpgroups),
-            format!("constexpr int WARP_KEYS = {keys}, STAGES = {stages};"),
+            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {team_columns};"),
+            format!("constexpr int WARPS_Q = {}, WARPS_K = {value_teams}, MMA_M = 1;", tile.rows() / 16),
+            format!("constexpr int VALUE_TEAMS = {value_teams};"),
+            format!("constexpr int WARP_KEYS = {team_keys}, STAGES = {stages};"),
             format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS}, MERGE_GROUP = {MERGE_GROUP};"),
             format!("constexpr bool PING_PONG = {ping_pong}, PAGED = {paged};"),
@@ -168,7 +175,8 @@ impl Source {
             Access::Element => "-elements",
         };
         let name = format!("{kernel}{suffix}");
-        Self { name, family: Family::Sm90Prefill, constants: constants.join("\n") }
+        let family = if shares_rows { Family::Sm90PrefillWide } else { Family::Sm90Prefill };
+        Self { name, family, constants: constants.join("\n") }
     }
 
     fn sm80(kernel: &Sm80Kernel, access: Access) -> Self {
@@ -177,7 +185,7 @@ impl Source {
         let constants = [
             format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
             format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
-            format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k};"),
+            format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k}, VALUE_TEAMS = 1;"),
             format!("constexpr int MMA_M = {fragments}, WARP_KEYS = {warp_keys}, STAGES = {stages};"),
             format!("constexpr int BLOCKS_PER_SM = {resident}, SHARED_BYTES = {};", kernel.shared_bytes()),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};"),
@@ -352,6 +360,7 @@ mod tests {
             (Dtype::F16, 192, 128),
             (Dtype::BF16, 192, 192),
             (Dtype::BF16, 256, 256),
+            (Dtype::BF16, 512, 512),
         ] {
             let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
             let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }]);

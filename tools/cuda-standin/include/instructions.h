@@ -44,6 +44,7 @@ inline u8* shared_at(u32 at) {
     }
     return standin_shared + at;
 }
+inline void st_shared4(u32 to, u32 x) { memcpy(shared_at(to), &x, 4); }
 inline void st_shared16(u32 to, uint4 x) { memcpy(shared_at(to), &x, 16); }
 inline uint4 ld_shared16(u32 from) {
     uint4 x;

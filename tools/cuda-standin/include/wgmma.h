@@ -39,13 +39,18 @@ struct Wgmma {
         }
     }
 
-    static void shared(float (&c)[N / 2], u64 a, u64 b, bool accumulate) {
+    template <bool MN_MAJOR>
+    static void multiply_shared(float (&c)[N / 2], u64 a, u64 b, bool accumulate) {
         check(a);
         float rows[2][16];
         for (u32 half = 0; half < 2; half++)
             for (u32 k = 0; k < 16; k++) rows[half][k] = k_major(a, standin_thread() / 32 % 4 * 16 + standin_thread() % 32 / 4 + 8 * half, k);
-        multiply<false>(c, rows, b, accumulate);
+        multiply<MN_MAJOR>(c, rows, b, accumulate);
     }
+
+    static void shared(float (&c)[N / 2], u64 a, u64 b, bool accumulate) { multiply_shared<false>(c, a, b, accumulate); }
+
+    static void shared_mn_major(float (&c)[N / 2], u64 a, u64 b, bool accumulate) { multiply_shared<true>(c, a, b, accumulate); }
 
     static void registers(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {
         float rows[2][16];

@@ -251,8 +251,9 @@ mod tests {
         assert_eq!(bf16(1000, 192, 128), "cuda-prefill-bf16-d192x128-wgmma128x128");
         assert_eq!(bf16(1000, 192, 192), "cuda-prefill-bf16-d192-wgmma128x96");
         assert_eq!(bf16(1000, 256, 256), "cuda-prefill-bf16-d256-wgmma128x80");
-        assert_eq!(bf16(1000, 257, 64), "cuda-prefill-bf16-d288x64-mma64x64");
-        assert_eq!(bf16(1000, 64, 257), "cuda-prefill-bf16-d64x160-mma128x64");
+        assert_eq!(bf16(1000, 257, 64), "cuda-prefill-bf16-d288x128-wgmma64x64");
+        assert_eq!(bf16(1000, 64, 257), "cuda-prefill-bf16-d64x384-wgmma64x64");
+        assert_eq!(bf16(1000, 512, 512), "cuda-prefill-bf16-d512-wgmma64x64");
         let f16 = |facts: &CudaFacts| names(desc(Dtype::F16, 1000, 128, 128), facts);
         assert_eq!(f16(&H100), "cuda-prefill-f16-d128-wgmma128x128");
         for facts in [CudaFacts { wgmma: false, ..H100 }, A100] {

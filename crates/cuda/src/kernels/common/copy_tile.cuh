@@ -38,8 +38,8 @@ struct KvSource {
 
     DEVICE KvSource() {}
     DEVICE KvSource(const ForwardParams& p, const WorkTile& work_tile) {
-        u32 value_column = work_tile.panel * VALUE_DIM;
-        value_dim = p.value_dim - value_column;
+        u32 value_column = value_panel(work_tile) * VALUE_DIM;
+        value_dim = value_columns(p, work_tile);
         keys.begin = work_tile.begin, keys.end = work_tile.end, keys.block_table = 0;
         k = p.k.at + (u64)(work_tile.kv_head * p.k.head), v = p.v.at + (u64)(work_tile.kv_head * p.v.head) + value_column * ELEMENT_BYTES;
         if constexpr (PAGED) {
@@ -90,7 +90,7 @@ DEVICE CopyStart copy_start(const Tensor& tensor) {
 template <typename T>
 DEVICE void copy_whole_tile(const Tensor& tensor, u64 from, u32 to) {
     // Rows of a pass.
-    constexpr int PASS = LOADERS / T::ROW_CHUNKS, COPIES = (WARP_KEYS * T::ROW_CHUNKS + LOADERS - 1) / LOADERS;
+    constexpr int PASS = LOADERS / T::ROW_CHUNKS, COPIES = (COPY_KEYS * T::ROW_CHUNKS + LOADERS - 1) / LOADERS;
     static_assert(LOADERS % T::ROW_CHUNKS != 0 || PASS % 8 == 0 || T::PANEL == 128);
     u64 step = (u64)(PASS * tensor.row);
 #pragma unroll
@@ -109,31 +109,31 @@ struct KvRows {
     u32 dim;
 };
 
-// Copies WARP_KEYS keys or values from key `j0` on, by LOADERS threads; keys outside the work tile's are 0.
+// Copies COPY_KEYS keys or values from key `j0` on, by LOADERS threads; keys outside the work tile's are 0.
 template <typename T>
 DEVICE void copy_kv_tile(const ForwardParams& p, const KvRows& kv, const CopyStart& start, u32 to, u32 j0) {
     const Keys& keys = kv.keys;
-    constexpr int CHUNKS = T::ROW_CHUNKS, COPIES = (WARP_KEYS * CHUNKS + LOADERS - 1) / LOADERS;
+    constexpr int CHUNKS = T::ROW_CHUNKS, COPIES = (COPY_KEYS * CHUNKS + LOADERS - 1) / LOADERS;
     if constexpr (VECTOR_ROWS && !PAGED) {
-        constexpr bool WHOLE_PASSES = LOADERS % CHUNKS == 0 && WARP_KEYS * CHUNKS % LOADERS == 0;
-        if (WHOLE_PASSES && kv.dim >= T::COLUMNS && j0 >= keys.begin && j0 + WARP_KEYS <= keys.end) {
+        constexpr bool WHOLE_PASSES = LOADERS % CHUNKS == 0 && COPY_KEYS * CHUNKS % LOADERS == 0;
+        if (WHOLE_PASSES && kv.dim >= T::COLUMNS && j0 >= keys.begin && j0 + COPY_KEYS <= keys.end) {
             copy_whole_tile<T>(kv.tensor, kv.head + start.from + (u64)((i64)j0 * kv.tensor.row), to + start.to);
             return;
         }
     }
     // One look-up of the block table for each key: every lane finds one, and hands it to those that copy its row.
-    constexpr bool SHARED_LOOKUP = PAGED && WARPS_SPLIT_KEYS && WARP_KEYS <= 32;
+    constexpr bool SHARED_LOOKUP = PAGED && WARPS_SPLIT_KEYS && COPY_KEYS <= 32;
     u32 thread = opaque(threadIdx.x % LOADERS);
     i64 found = 0;
     if (SHARED_LOOKUP) {
         u32 j = j0 + thread;
-        if (thread < WARP_KEYS && j >= keys.begin && j < keys.end) found = key_offset(p, kv.tensor, keys, j);
+        if (thread < COPY_KEYS && j >= keys.begin && j < keys.end) found = key_offset(p, kv.tensor, keys, j);
     }
 #pragma unroll (COPY_UNROLL)
     for (int n = 0; n < COPIES; n++) {
         u32 index = thread + n * LOADERS;
         u32 row = index / CHUNKS, chunk = index % CHUNKS;
-        if ((WARP_KEYS * CHUNKS) % LOADERS != 0 && index >= WARP_KEYS * CHUNKS) break;
+        if ((COPY_KEYS * CHUNKS) % LOADERS != 0 && index >= COPY_KEYS * CHUNKS) break;
         u32 j = j0 + row;
         bool exists = j >= keys.begin && j < keys.end;
         i64 offset;

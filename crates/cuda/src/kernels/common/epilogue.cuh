@@ -40,7 +40,7 @@ DEVICE RowEnd finish_row(const ForwardParams& p, const WorkTile& work_tile, QRow
 }
 
 DEVICE void store_lse(const ForwardParams& p, const WorkTile& work_tile, QRow at, float lse) {
-    if (!p.lse || work_tile.panel) return;
+    if (!p.lse || value_panel(work_tile)) return;
     u64 index = ((u64)work_tile.batch * p.q_heads + at.head) * p.q_len + work_tile.q_start + at.position;
     ((float*)p.lse)[index] = lse;
 }

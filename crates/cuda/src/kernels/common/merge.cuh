@@ -1,8 +1,11 @@
 // Splits of a tile: their partials in device memory, and the merge of them in the order of their keys.
 //
-// A partial is BLOCK_M rows of VALUE_DIM f32 of unnormalised output, then row_max and row_sum of each row.
+// A partial is BLOCK_M rows of VALUE_DIM f32 of unnormalised output, then row_max and row_sum of each row. Teams that share rows have one
+// each, next to each other.
 
 constexpr int PARTIAL_FLOATS = BLOCK_M * (VALUE_DIM + 2), PARTIAL_ROW_MAX = BLOCK_M * VALUE_DIM, PARTIAL_ROW_SUM = PARTIAL_ROW_MAX + BLOCK_M;
+// From one split's partial to the next split's.
+constexpr int PARTIAL_STEP = VALUE_TEAMS * PARTIAL_FLOATS;
 // Quads of four columns of a row.
 constexpr int QUADS = VALUE_DIM / 4;
 
@@ -14,7 +17,7 @@ struct PartialRow {
     DEVICE bool is_finite() const { return fabsf(out.x) < INF && fabsf(out.y) < INF && fabsf(out.z) < INF && fabsf(out.w) < INF; }
 };
 
-DEVICE float* partial_at(const ForwardParams& p, u32 partial) { return (float*)p.partials + (u64)partial * PARTIAL_FLOATS; }
+DEVICE float* partial_at(const ForwardParams& p, u32 partial) { return (float*)p.partials + (u64)partial * PARTIAL_STEP + value_team() * PARTIAL_FLOATS; }
 
 // Stores four columns of a row of a tile in a partial.
 DEVICE void store_partial(const ForwardParams& p, u32 partial, u32 row, u32 column, PartialRow x) {
@@ -31,7 +34,7 @@ DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 
     QRow at = q_row(p, work_tile.kv_head, work_tile.row + row);
     RowEnd end = finish_row(p, work_tile, at, x.row_max, x.row_sum);
     float factor = end.factor;
-    u32 to_column = work_tile.panel * VALUE_DIM + column;
+    u32 to_column = value_panel(work_tile) * VALUE_DIM + column;
     float4 o = x.out;
     if (to_column < p.value_dim)
         store_columns4(p, row_address(p.out, work_tile, at), to_column,
@@ -85,11 +88,11 @@ DEVICE PartialRow merge_row(const ForwardParams& p, u32 first, u32 count, u32 ro
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (i < rest && quad < QUADS) out[i] = __ldcg((const float4*)(out_at + (u64)(n + i) * PARTIAL_FLOATS));
+            if (i < rest && quad < QUADS) out[i] = __ldcg((const float4*)(out_at + (u64)(n + i) * PARTIAL_STEP));
         }
         bool exists = lane < BATCH && lane < rest;
-        float row_max = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_FLOATS) : -INF;
-        float row_sum = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_FLOATS + BLOCK_M) : 0.f;
+        float row_max = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP) : -INF;
+        float row_sum = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP + BLOCK_M) : 0.f;
         float max = row_max;
 #pragma unroll
         for (int i = 16; i; i /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, i));

@@ -22,6 +22,15 @@ DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 m
     return rest < most ? rest : most;
 }
 
+// The panel of values whose columns this thread's team computes.
+DEVICE u32 value_panel(const WorkTile& work_tile) { return work_tile.panel * VALUE_TEAMS + value_team(); }
+
+// The columns of values from that panel on: none where another team has the last.
+DEVICE u32 value_columns(const ForwardParams& p, const WorkTile& work_tile) {
+    u32 before = value_panel(work_tile) * VALUE_DIM;
+    return VALUE_TEAMS > 1 && before > p.value_dim ? 0 : p.value_dim - before;
+}
+
 // The tile of keys behind the last of a work tile.
 DEVICE u32 end_block(const WorkTile& work_tile) { return (work_tile.end + BLOCK_N - 1) / BLOCK_N; }
 

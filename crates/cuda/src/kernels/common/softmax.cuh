@@ -250,6 +250,15 @@ DEVICE void lane_row_max(const Scores& s, float (&tile_max)[MMA_M][2]) {
         for (int half = 0; half < 2; half++) tile_max[m][half] = fmaxf(chains[m][half][0], chains[m][half][1]);
 }
 
+// Raises a row's row_max to the maximum `x` of a tile where that exceeds it by more than the threshold.
+DEVICE void raise_row_max(RowStats& acc, int m, int half, float x, float scale, Rescale& rescale) {
+    float& row_max = acc.row_max[m][half];
+    bool grows = (x - row_max) * scale > RESCALE_THRESHOLD;
+    // From -inf, where nothing was accumulated yet, by 0.
+    rescale.factor[m][half] = grows ? exp2_approx((row_max - x) * scale) : 1.f;
+    if (grows) row_max = x;
+}
+
 // Raises row_max to the maxima of a tile where they exceed it by more than the threshold; `scale` brings scores to units of log2. Where no
 // lane sees that, as in most tiles, lanes do not exchange their maxima.
 DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Rescale& rescale) {
@@ -269,11 +278,7 @@ DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Res
             float x = tile_max[m][half];
             x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
             x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-            float& row_max = acc.row_max[m][half];
-            bool grows = (x - row_max) * scale > RESCALE_THRESHOLD;
-            // From -inf, where nothing was accumulated yet, by 0.
-            rescale.factor[m][half] = grows ? exp2_approx((row_max - x) * scale) : 1.f;
-            if (grows) row_max = x;
+            raise_row_max(acc, m, half, x, scale, rescale);
         }
     }
 }

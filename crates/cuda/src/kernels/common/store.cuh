@@ -21,7 +21,7 @@ DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
     bool exists = row < row_count(p, work_tile);
     QRow at = exists ? q_row(p, work_tile.kv_head, row) : QRow{0, 0};
     RowEnd end = finish_row(p, work_tile, at, row_max, row_sum);
-    u64 to = exists ? row_address(p.out, work_tile, at) + work_tile.panel * (VALUE_DIM * ELEMENT_BYTES) : 0;
+    u64 to = exists ? row_address(p.out, work_tile, at) + value_panel(work_tile) * (VALUE_DIM * ELEMENT_BYTES) : 0;
     if (lane % 4 < LANE_ROWS && exists) store_lse(p, work_tile, at, end.lse);
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; n++) {
@@ -32,7 +32,7 @@ DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
 }
 
 // Whether the output has all columns of a tile, at addresses for vectors.
-DEVICE bool is_whole(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && (work_tile.panel + 1) * VALUE_DIM <= p.value_dim; }
+DEVICE bool is_whole(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && (value_panel(work_tile) + 1) * VALUE_DIM <= p.value_dim; }
 
 // Stores a row of 16-bit elements whose columns are whole. Lanes of even t store four columns of the first of two fragments, the others
 // four of the second. `words` makes the words of one fragment, before lanes exchange them.
@@ -62,7 +62,7 @@ DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const O
     } else if constexpr (WHOLE && DTYPE != F32) {
         store_words(row, [&](int n) { return pack<DTYPE>(element(n, 0), element(n, 1)); });
     } else {
-        u32 columns = row.at ? p.value_dim - work_tile.panel * VALUE_DIM : 0;
+        u32 columns = row.at ? value_columns(p, work_tile) : 0;
 #pragma unroll
         for (int n = 0; n < 2 * PV_MMA_N; n++) {
             u32 column = n / 2 * 8 + 2 * t + n % 2;

@@ -1,338 +1,23 @@
-// Prefill for compute capability 9.0.
+// Prefill for compute capability 9.0 by teams with 64 rows each.
 //
-// A block of threads computes a list of work tiles. Its last warpgroup copies: descriptions of work tiles, rows of q, and tiles of keys and
-// values through a ring. Each of the other warpgroups, a team, has 64 rows of the tile. A step of a team starts two products, q with the
-// next tile of keys and the probabilities of the tile before with its values, and computes the next probabilities while the second runs.
-// With PING_PONG the teams start their products in turn, so that one team multiplies while another computes probabilities.
-//
-// Constants beside tile.cuh's, where WARPS_Q is four for each team, WARPS_K and MMA_M are 1:
-//
-//   PING_PONG           whether teams take turns
-//   TMA                 whether keys and values are copied by TMA, else by the threads of the last warpgroup
+// A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes
+// the next probabilities while the second runs. With PING_PONG the teams start their products in turn, so that one team multiplies while
+// another computes probabilities.
 
-constexpr int TEAM_WARPS = 4, TEAMS = WARPS_Q / TEAM_WARPS, TEAM_ROWS = WARPGROUP_ROWS;
-static_assert(MMA_M == 1 && WARPS_K == 1 && BLOCK_N % 16 == 0 && DTYPE != F32);
-// Registers of a thread that copies, and of one that multiplies, in multiples of 8. Together they are at most what the threads are launched
-// with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do.
-constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
-constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
-constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
-static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
-
-// Partials that are loaded at a time where they are merged.
-constexpr int MERGE_BATCH = TEAMS == 3 || VALUE_DIM > 128 ? 4 : 8;
-
-// Descriptions of work tiles in shared memory: of the one that is computed, and the next.
-constexpr int LISTED = 2;
-
-// Barriers in shared memory: a tile is there, and all that read it are done.
-struct Barriers {
-    u64 q_full[TEAMS], q_empty[TEAMS];
-    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    u64 work_tile_full[LISTED], work_tile_empty[LISTED];
-};
-
-struct PrefillMemory {
-    u8 q[QTile::BYTES];
-    u8 k[STAGES][KTile::BYTES];
-    u8 v[STAGES][VTile::BYTES];
-    Row rows[BLOCK_M];
-    WorkTile work_tiles[LISTED];
-    Barriers barriers;
-    // Of each team: 1 if it stored the last split of a tile.
-    u32 is_last_split[3];
-    // Of the warpgroup that copies: the next work tile.
-    u32 next_entry;
-};
-static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
-
-// The parity of a work tile's rows of q: of every second work tile.
-DEVICE u32 q_parity(const RingStage<LISTED>& work_tile) {
-    static_assert(LISTED == 2);
-    return work_tile.stage();
+// Starts out += probs v.
+DEVICE void start_pv(const PrefillMemory& memory, OnlineSoftmax& acc, Probs& probs, u32 stage) {
+    float(&c)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
+    const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(memory.v) + stage * VTile::BYTES);
+    pin_registers(c);
+    pin_registers((u32(&)[BLOCK_N / 4])probs.x);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < BLOCK_N / 16; step++) {
+        const u32(&a)[4] = probs.x[0][step];
+        Wgmma<DTYPE, VALUE_DIM>::registers(c, a[0], a[1], a[2], a[3], advance_descriptor(v, mn_major_step(step)), true);
+    }
+    wgmma_commit();
 }
-
-// Named barriers: a turn of each team, and the threads of each team.
-constexpr int TURN_BARRIER = 1, TEAM_BARRIER = 4;
-
-// The tiles of keys of a work tile that are computed: at least one, which may be hidden as a whole.
-struct KeyBlocks {
-    u32 first, end;
-
-    DEVICE KeyBlocks(const ForwardParams& p, const WorkTile& work_tile) {
-        end = end_block(work_tile);
-        first = next_block(p, work_tile, work_tile.begin / BLOCK_N, end);
-        if (first >= end) end = first + 1;
-    }
-};
-
-// ---- the warpgroup that copies
-
-// Copies of one tile after another by the threads of a warpgroup: a tile is handed over when the next one's copies have started.
-struct LaggedCopies {
-    // The barrier of the tile that was copied last, 0 where it was handed over.
-    u32 full = 0;
-
-    template <int PENDING>
-    DEVICE void hand_over() {
-        if (!full) return;
-        cp_async_wait<PENDING>();
-        fence_async_proxy();
-        mbarrier_arrive(full);
-        full = 0;
-    }
-
-    // The copies of a tile have started.
-    DEVICE void started(u32 barrier) {
-        cp_async_commit();
-        hand_over<1>();
-        full = barrier;
-    }
-
-    // Waits until a stage is empty. What is consumed until then may be the tile that is not handed over yet.
-    DEVICE void wait_empty(u32 empty, u32 parity) {
-        if (mbarrier_try_wait(empty, parity)) return;
-        hand_over<0>();
-        mbarrier_wait(empty, parity);
-    }
-};
-
-struct KvProducer {
-    const PrefillParams& params;
-    PrefillMemory& memory;
-    LaggedCopies copies;
-
-    // Copies a tile of keys or values from key `block` BLOCK_N on. `batch_rows` are the tensor's rows between batch entries or pages.
-    template <typename T>
-    DEVICE void load(const WorkTile& work_tile, const TensorMap* map, const Tensor& tensor, u32 batch_rows, bool is_value, u8* to, u64* full, u32 block) {
-        const ForwardParams& p = params.forward;
-        const u32 barrier = shared_address(full), at = shared_address(to);
-        if constexpr (TMA) {
-            const u32 lane = threadIdx.x % 32, first_column = is_value ? work_tile.panel * VALUE_DIM : 0;
-            if (lane == 0) mbarrier_arrive_expect(barrier, T::BYTES);
-            __syncwarp();
-            // Each lane copies a box of rows: of pages kv_box_rows, else all.
-            const u32 box_rows = PAGED ? params.kv_box_rows : BLOCK_N, row = lane * box_rows, j = block * BLOCK_N + row;
-            if (row >= BLOCK_N) return;
-            u32 start = work_tile.batch * batch_rows + work_tile.kv_start, length = work_tile.kv_len, from = j;
-            if constexpr (PAGED) {
-                start = length = from = 0;
-                if (j + box_rows > work_tile.begin && j < work_tile.end) {
-                    PageRow page(p, p.block_table + (u64)work_tile.sequence * (p.block_table_width * 4), j);
-                    u32 rest = work_tile.kv_len - j;
-                    start = page.page * batch_rows + page.row, length = rest < box_rows ? rest : box_rows;
-                }
-            }
-            RaggedRows rows(start, length);
-#pragma unroll
-            for (int panel = 0; panel < T::COLUMNS / PANEL_COLUMNS; panel++)
-                rows.load(at + (panel * BLOCK_N + row) * PANEL_ROW_BYTES, map, barrier, first_column + panel * PANEL_COLUMNS, work_tile.kv_head, from);
-        } else {
-            KvSource source(p, work_tile);
-            KvRows rows = {tensor, source.keys, is_value ? source.v : source.k, is_value ? source.value_dim : p.head_dim};
-            copy_kv_tile<T>(p, rows, copy_start<T>(tensor), at, block * BLOCK_N);
-            copies.started(barrier);
-        }
-    }
-
-    DEVICE void wait_empty(u64* empty, u32 parity) {
-        if (TMA) mbarrier_wait(shared_address(empty), parity);
-        else copies.wait_empty(shared_address(empty), parity);
-    }
-
-    DEVICE void load_k(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.k_empty + at.stage(), at.parity() ^ 1);
-        load<KTile>(work_tile, &params.k, params.forward.k, params.k_batch_rows, false, memory.k[at.stage()], memory.barriers.k_full + at.stage(), block);
-        at.advance();
-    }
-
-    DEVICE void load_v(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.v_empty + at.stage(), at.parity() ^ 1);
-        load<VTile>(work_tile, &params.v, params.forward.v, params.v_batch_rows, true, memory.v[at.stage()], memory.barriers.v_full + at.stage(), block);
-        at.advance();
-    }
-
-    // Copies each team's rows of q by TMA, once it has read its rows of the work tile before.
-    DEVICE void load_q(const WorkTile& work_tile, u32 parity) {
-        if (!TMA || !params.q_box_positions) return;
-        const ForwardParams& p = params.forward;
-        RaggedRows rows(work_tile.batch * params.q_batch_rows + work_tile.q_start, work_tile.q_len);
-        const u32 first_position = quotient(work_tile.row, p.gqa_group);
-        for (int team = 0; team < TEAMS; team++) {
-            const u32 full = shared_address(memory.barriers.q_full + team);
-            mbarrier_wait(shared_address(memory.barriers.q_empty + team), parity ^ 1);
-            if (threadIdx.x % 32 == 0) {
-                mbarrier_arrive_expect(full, QTile::BYTES / TEAMS);
-#pragma unroll
-                for (int panel = 0; panel < QTile::COLUMNS / PANEL_COLUMNS; panel++)
-                    rows.load(shared_address(memory.q) + (panel * BLOCK_M + team * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
-                              work_tile.kv_head * p.gqa_group.value, first_position + team * params.q_box_positions);
-            }
-        }
-        __syncwarp();
-    }
-};
-
-// The work tiles of this block: a list, or whatever is next in the queue of all blocks when it asks.
-struct WorkTiles {
-    const PrefillParams& params;
-    PrefillMemory& memory;
-    // What the queue has answered, of one thread.
-    u32 ticket;
-
-    // Asks for the next one. The answer takes a while, but who asks early keeps from others what they could begin at once.
-    DEVICE void ask(u32 thread) {
-        if (params.queued && thread == 0) ticket = atomicAdd((u32*)params.forward.counters, 1u);
-    }
-
-    // The entry behind a work tile, NONE after the last.
-    DEVICE u32 next(const WorkTile& work_tile, u32 thread) {
-        if (!params.queued) return work_tile.next ? work_tile.next : NONE;
-        if (thread == 0) {
-            // Every work tile but each block's first is taken by a ticket, and every block is told by one that there are no more.
-            if (ticket + 1 == params.queued) *(u32*)params.forward.counters = 0;
-            const u32 entry = ticket + gridDim.x;
-            memory.next_entry = entry < params.queued ? entry : NONE;
-        }
-        sync_producer();
-        const u32 entry = memory.next_entry;
-        sync_producer();
-        return entry;
-    }
-
-    // The threads that copy: one warp by TMA, else a warpgroup.
-    static DEVICE void sync_producer() {
-        if (TMA) __syncwarp();
-        else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
-    }
-};
-
-// Copies what the work tiles of this block read, in the order in which it is read.
-DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
-    const ForwardParams& p = params.forward;
-    KvProducer kv = {params, memory};
-    RingStage<STAGES> k_at, v_at;
-    RingStage<LISTED> tile_at;
-    WorkTiles queue = {params, memory};
-    u32 entry = blockIdx.x;
-    for (;;) {
-        WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
-        kv.wait_empty(memory.barriers.work_tile_empty + tile_at.stage(), tile_at.parity() ^ 1);
-        const u32 thread = threadIdx.x % LOADERS;
-        constexpr u32 WORDS = sizeof(WorkTile) / 16;
-        if (thread < WORDS)
-            ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
-        queue.sync_producer();
-        if (thread == 0) mbarrier_arrive(shared_address(memory.barriers.work_tile_full + tile_at.stage()));
-        if (work_tile.sequence == NONE) break;
-        const KeyBlocks blocks(p, work_tile);
-        // Keys of a tile, then the values of the tile before.
-        u32 block = blocks.first, before = NONE;
-        for (;;) {
-            if (block < blocks.end) kv.load_k(work_tile, k_at, block);
-            else queue.ask(thread);
-            if (before == NONE) kv.load_q(work_tile, q_parity(tile_at));
-            else kv.load_v(work_tile, v_at, before);
-            if (block >= blocks.end) break;
-            before = block;
-            block = next_block(p, work_tile, block + 1, blocks.end);
-        }
-        entry = queue.next(work_tile, thread);
-        tile_at.advance();
-    }
-    if (!TMA) kv.copies.hand_over<0>();
-}
-
-// ---- the teams
-
-struct Team {
-    const PrefillParams& params;
-    PrefillMemory& memory;
-    // Its number, the warp's first row of the tile, and the lane.
-    u32 team, first_row, lane;
-
-    DEVICE Team(const PrefillParams& params, PrefillMemory& memory)
-        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), first_row(threadIdx.x / 32 * WARP_ROWS), lane(threadIdx.x % 32) {}
-
-    // The warp's rows of a work tile, in shared memory.
-    DEVICE Row* find_rows(const WorkTile& work_tile) const {
-        Row* rows = memory.rows + first_row;
-        if (lane < WARP_ROWS) rows[lane] = row_of_tile(*opaque(&params.forward), work_tile, first_row + lane);
-        __syncwarp();
-        return rows;
-    }
-
-    // Waits for the team's rows of q, or copies the warp's.
-    DEVICE void wait_q(const WorkTile& work_tile, u32 parity) const {
-        if (TMA && params.q_box_positions) {
-            mbarrier_wait(shared_address(memory.barriers.q_full + team), parity);
-            return;
-        }
-        copy_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
-        cp_async_commit();
-        cp_async_wait<0>();
-        fence_async_proxy();
-        __syncwarp();
-    }
-
-    // A warp is done with what a barrier stands for.
-    DEVICE void arrive(u64* barrier) const {
-        if (lane == 0) mbarrier_arrive(shared_address(barrier));
-    }
-
-    DEVICE void begin_turn() const {
-        if (PING_PONG) named_barrier_sync<2 * WARPGROUP_THREADS>(TURN_BARRIER + team);
-    }
-
-    DEVICE void end_turn() const {
-        if (PING_PONG) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER + (team + 1 == TEAMS ? 0 : team + 1));
-    }
-
-    // Starts scores = q k^T.
-    DEVICE void start_qk(Scores& scores, u32 stage) const {
-        float(&c)[BLOCK_N / 2] = (float(&)[BLOCK_N / 2])scores;
-        u32 q_at = shared_address(memory.q) + team * (TEAM_ROWS * PANEL_ROW_BYTES);
-        // Else the compiler keeps the descriptors of all steps in registers, and spills.
-        if (HEAD_DIM > 192) q_at = opaque(q_at);
-        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * KTile::BYTES);
-        pin_registers(c);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++)
-            Wgmma<DTYPE, BLOCK_N>::shared(c, advance_descriptor(q, k_major_step<BLOCK_M>(step)), advance_descriptor(k, k_major_step<BLOCK_N>(step)), step > 0);
-        wgmma_commit();
-    }
-
-    // Starts out += probs v.
-    DEVICE void start_pv(OnlineSoftmax& acc, Probs& probs, u32 stage) const {
-        float(&c)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
-        const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(memory.v) + stage * VTile::BYTES);
-        pin_registers(c);
-        pin_registers((u32(&)[BLOCK_N / 4])probs.x);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; step++) {
-            const u32(&a)[4] = probs.x[0][step];
-            Wgmma<DTYPE, VALUE_DIM>::registers(c, a[0], a[1], a[2], a[3], advance_descriptor(v, mn_major_step(step)), true);
-        }
-        wgmma_commit();
-    }
-
-    // Waits until the scores are there: all products but PENDING groups of later ones.
-    template <int PENDING>
-    DEVICE void wait_qk(Scores& scores, u32 stage) const {
-        wgmma_wait<PENDING>();
-        pin_registers((float(&)[BLOCK_N / 2])scores);
-        arrive(memory.barriers.k_empty + stage);
-    }
-
-    DEVICE void wait_pv(OnlineSoftmax& acc, u32 stage) const {
-        wgmma_wait<0>();
-        pin_registers((float(&)[VALUE_DIM / 2])acc.out);
-        arrive(memory.barriers.v_empty + stage);
-    }
-};
 
 // Scores to probabilities, in place; the output is to be scaled when the products that change it have ended.
 DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& scores, Rescale& rescale, float (&sums)[1][2]) {
@@ -348,42 +33,6 @@ DEVICE void end_softmax(OnlineSoftmax& acc, const Scores& scores, Probs& probs, 
 #pragma unroll
     for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
     probs.set(scores);
-}
-
-// Stores a warp's rows where all that is stored is finite. Returns false where it is not: the rows may be wrong.
-DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    RowStats stats = acc;
-    stats.reduce_row_sum(p);
-    RowOut rows[LANE_ROWS];
-    finish_rows(p, work_tile, first_row, stats, rows);
-    u32 nonfinite = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 sum = 0;
-        store_words(rows[half], [&](int n) {
-            const float(&o)[4] = acc.out[0][n];
-            u32 word = pack<DTYPE>(o[2 * half] * rows[half].factor, o[2 * half + 1] * rows[half].factor);
-            sum = add_zero_times<DTYPE>(sum, word);
-            return word;
-        });
-        nonfinite |= sum & 0x7fff7fffu;
-    }
-    return !__any_sync(ALL_LANES, nonfinite != 0);
-}
-
-// Stores a warp's rows of a work tile, or its rows of a split; the last of the splits merges all.
-DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc) {
-    const ForwardParams& p = team.params.forward;
-    if (work_tile.splits <= 1) {
-        store_rows(p, work_tile, team.first_row, acc);
-        return;
-    }
-    store_split(p, work_tile, team.first_row, acc);
-    u32 rest = row_count(p, work_tile) - work_tile.row, first_row = team.team * TEAM_ROWS;
-    u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
-    MergeTeam merge = {team.team, TEAMS, team.memory.is_last_split + team.team, TEAM_BARRIER + (int)team.team,
-                       first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_if_last<WARPGROUP_THREADS, MERGE_BATCH>(p, work_tile, merge);
 }
 
 // A team's state: its place in the rings, and what it has in registers.
@@ -408,7 +57,7 @@ struct Stream {
         team.begin_turn();
         team.start_qk(scores, k_stage);
         if (!v_is_there) wait_v(team);
-        team.start_pv(acc, probs, v_stage);
+        start_pv(team.memory, acc, probs, v_stage);
         team.end_turn();
     }
 
@@ -428,7 +77,7 @@ struct Stream {
             team.wait_qk<0>(scores, k_at.stage());
         } else {
             wait_v(team);
-            team.start_pv(acc, probs, uniform(v_at.stage()));
+            start_pv(team.memory, acc, probs, uniform(v_at.stage()));
             team.wait_pv(acc, v_at.stage());
         }
         if (has_scores) k_at.advance();
@@ -468,33 +117,6 @@ struct Stream {
     }
 };
 
-// The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.
-struct FullBlocks {
-    u32 begin, end;
-
-    DEVICE FullBlocks(const ForwardParams& p, const WorkTile& work_tile) {
-        begin = (work_tile.full_begin + BLOCK_N - 1) / BLOCK_N, end = work_tile.full_end / BLOCK_N;
-        const u32 blocks = end_block(work_tile);
-        if (end > blocks) end = blocks;
-        if (p.mask_every_tile) end = 0;
-    }
-};
-
-// Ends a work tile: stores a warp's rows.
-DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked) {
-    const ForwardParams& p = team.params.forward;
-    if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
-    const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
-    if (recompute) {
-        Row* rows = team.find_rows(work_tile);
-        recompute_out(p, work_tile, team.first_row, rows, acc);
-    }
-    acc.reduce_row_sum(p);
-    if (CAN_OVERFLOW && recompute) acc.unshrink();
-    store(team, work_tile, acc);
-    __syncwarp();
-}
-
 // Computes this block's work tiles.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
@@ -527,34 +149,10 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
             any_masked |= masked;
             block = next_block(p, work_tile, block + 1, blocks.end);
         }
-        if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.team);
+        if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.part);
         stream.multiply(team, false, true);
         end_work_tile(team, work_tile, stream.acc, any_masked);
         team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {
-    extern __shared__ __align__(1024) u8 bytes[];
-    PrefillMemory& memory = *(PrefillMemory*)bytes;
-    if (threadIdx.x == 0) {
-        auto init = [](u64* barriers, int count, u32 arrivals) {
-            for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
-        };
-        Barriers& b = memory.barriers;
-        init(b.q_full, TEAMS, 1), init(b.q_empty, TEAMS, TEAM_WARPS);
-        init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
-        init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
-        init(b.work_tile_full, LISTED, 1), init(b.work_tile_empty, LISTED, WARPS);
-        mbarrier_publish();
-    }
-    __syncthreads();
-    if (threadIdx.x >= THREADS) {
-        release_registers<COPY_REGISTERS>();
-        if (TMA && threadIdx.x >= THREADS + 32) return;
-        produce(params, memory);
-    } else {
-        take_registers<MATH_REGISTERS>();
-        consume(params, memory);
-    }
-}

@@ -4,10 +4,13 @@ DEVICE constexpr int padded_columns(int columns) { return (columns + PANEL_COLUM
 
 typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, ELEMENT_BYTES> QTile;
 typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, ELEMENT_BYTES> KTile;
-typedef SwizzledTile<padded_columns(VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
+typedef SwizzledTile<padded_columns(VALUE_TEAMS * VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
 
 // Threads that copy a tile of keys or values together where TMA cannot.
 constexpr int LOADERS = WARPGROUP_THREADS;
+
+// Keys of a tile that is copied.
+constexpr int COPY_KEYS = BLOCK_N;
 
 // Copies of a thread in one piece of code, which computes their addresses at once: all take more registers than the copying warpgroup has.
 constexpr int COPY_UNROLL = 4;

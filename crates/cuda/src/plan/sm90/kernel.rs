@@ -1,6 +1,6 @@
 //! The `wgmma` kernels: what they compute, how one is chosen, and what it takes.
 
-use super::tile::{Sm90Tile, WARPGROUP_ROWS, candidates};
+use super::tile::{MAX_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, candidates};
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
 use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes};
@@ -9,12 +9,12 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
-/// The largest head dimension, of keys and of values.
-const MAX_DIM: usize = 256;
-
 /// Elements of a row of a panel in shared memory: 128 bytes, those that TMA and `wgmma` swizzle.
 const PANEL_COLUMNS: usize = 64;
 const PANEL_ROW_BYTES: usize = 128;
+
+/// Bytes of what warpgroups that share rows have in common: probabilities of 64 rows and keys, and two f32 of each thread.
+const SHARED_ROWS_BYTES: usize = WARPGROUP_ROWS * PANEL_ROW_BYTES + 2 * 128 * 8;
 
 /// Bytes of a barrier in shared memory (`mbarrier`).
 const BARRIER_BYTES: usize = 8;
@@ -63,7 +63,7 @@ impl Sm90Kernel {
         } else if problem.dtype() == Dtype::F32 {
             Some("it is of kernels for f16 and bf16")
         } else if dims.head_dim.max(dims.value_dim) > MAX_DIM {
-            Some("it is of kernels for head dimensions up to 256")
+            Some("it is of kernels for head dimensions up to 512")
         } else {
             None
         }
@@ -79,11 +79,19 @@ impl Sm90Kernel {
             return Err(Unsupported::Tile { why });
         }
         let (dims, dtype, paged) = (problem.dims(), problem.dtype(), problem.is_cached());
-        let [head_dim, value_dim] = [dims.head_dim, dims.value_dim].map(|dim| dim.next_multiple_of(32));
+        let is_wide = dims.head_dim.max(dims.value_dim) > MAX_NARROW_DIM;
+        let head_dim = dims.head_dim.next_multiple_of(32);
+        // Warpgroups that share rows have whole panels of columns each.
+        let value_dim = dims.value_dim.next_multiple_of(if is_wide { 2 * PANEL_COLUMNS } else { 32 });
         let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
         let candidates = match asked {
             Some(tile) => {
                 tile.check()?;
+                if tile.shares_rows != is_wide {
+                    return Err(Unsupported::Tile {
+                        why: "warpgroups share rows above a head dimension of 256",
+                    });
+                }
                 vec![tile]
             }
             None => candidates(head_dim, value_dim, has_bias),
@@ -126,18 +134,25 @@ impl Sm90Kernel {
     /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        let Sm90Tile { warpgroups, keys, stages, .. } = self.tile;
+        let Sm90Tile { warpgroups, keys, stages, shares_rows, .. } = self.tile;
         let row = self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let value_row = self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
-        let row_masks = self.tile.rows() * row_mask_bytes(self.has_bias);
-        let barriers = 2 * (warpgroups + WORK_TILES) + 4 * stages;
-        q + ring + row_masks + WORK_TILES * size_of::<WorkTile>() + BARRIER_BYTES * barriers + FLAG_BYTES
+        let row_masks = WARPGROUP_ROWS * warpgroups * row_mask_bytes(self.has_bias);
+        let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS + WORK_TILES) + 4 * stages;
+        let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
+        shared_rows
+            + q
+            + ring
+            + row_masks
+            + WORK_TILES * size_of::<WorkTile>()
+            + BARRIER_BYTES * barriers
+            + FLAG_BYTES
     }
 
     /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
     pub(crate) const fn partial_floats(&self) -> usize {
-        self.tile.rows() * (self.value_dim + 2)
+        self.tile.rows() * (self.value_dim + 2 * self.tile.value_teams())
     }
 }
 

@@ -2,6 +2,10 @@
 
 use flashtile_core::plan::Unsupported;
 
+/// The largest head dimension of warpgroups with rows of their own, and of warpgroups that share rows.
+pub(super) const MAX_NARROW_DIM: usize = 256;
+pub(super) const MAX_DIM: usize = 512;
+
 /// Rows of a product of a warpgroup.
 pub(crate) const WARPGROUP_ROWS: usize = 64;
 
@@ -16,6 +20,8 @@ pub struct Sm90Tile {
     pub(crate) stages: usize,
     /// Whether warpgroups multiply one after another: while one does, the others compute probabilities.
     pub(crate) ping_pong: bool,
+    /// Whether two warpgroups share 64 rows, each with half of the keys of a tile and half of the columns of the output.
+    pub(crate) shares_rows: bool,
 }
 
 impl Sm90Tile {
@@ -23,7 +29,13 @@ impl Sm90Tile {
     /// are several warpgroups. A plan refuses tiles that the kernels cannot have.
     #[must_use]
     pub const fn new(warpgroups: usize, keys: usize, stages: usize) -> Self {
-        Self { warpgroups, keys, stages, ping_pong: warpgroups > 1 }
+        Self { warpgroups, keys, stages, ping_pong: warpgroups > 1, shares_rows: false }
+    }
+
+    /// The tile for head dimensions from 257 to 512: two warpgroups that share 64 rows, and 64 keys.
+    #[must_use]
+    pub const fn wide(stages: usize) -> Self {
+        Self { warpgroups: 2, keys: 64, stages, ping_pong: false, shares_rows: true }
     }
 
     /// The same tile, with warpgroups that multiply one after another or at any time.
@@ -34,7 +46,7 @@ impl Sm90Tile {
 
     /// Checks a tile that a caller made.
     pub(super) fn check(&self) -> Result<(), Unsupported> {
-        let Self { warpgroups, keys, stages, ping_pong } = *self;
+        let Self { warpgroups, keys, stages, ping_pong, shares_rows } = *self;
         let refused = |why| Err(Unsupported::Tile { why });
         if !(1..=3).contains(&warpgroups) {
             return refused("1 to 3 warpgroups multiply");
@@ -45,6 +57,9 @@ impl Sm90Tile {
         if !(1..=4).contains(&stages) {
             return refused("1 to 4 stages");
         }
+        if shares_rows && *self != Self::wide(stages) {
+            return refused("two warpgroups share rows, with 64 keys and without ping-pong");
+        }
         if ping_pong && warpgroups < 2 {
             return refused("ping-pong needs 2 warpgroups");
         }
@@ -54,7 +69,12 @@ impl Sm90Tile {
     /// Query rows of a tile.
     #[must_use]
     pub const fn rows(&self) -> usize {
-        WARPGROUP_ROWS * self.warpgroups
+        WARPGROUP_ROWS * self.warpgroups / self.value_teams()
+    }
+
+    /// Warpgroups that share rows, each with columns of the output of its own.
+    pub(crate) const fn value_teams(&self) -> usize {
+        if self.shares_rows { 2 } else { 1 }
     }
 
     /// Keys of a tile.
@@ -95,6 +115,9 @@ impl Sm90Tile {
 /// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups
 /// then, or fewer keys.
 pub(super) fn candidates(head_dim: usize, value_dim: usize, has_bias: bool) -> Vec<Sm90Tile> {
+    if head_dim.max(value_dim) > MAX_NARROW_DIM {
+        return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
+    }
     let best = match head_dim.max(value_dim) {
         0..=64 if !has_bias => &[(3, 112)][..],
         0..=128 => &[(2, 128)],
@@ -113,8 +136,8 @@ mod tests {
 
     #[test]
     fn kernels_have_every_candidate() {
-        for head_dim in (32..=256).step_by(32) {
-            for value_dim in (32..=256).step_by(32) {
+        for head_dim in (32..=512).step_by(32) {
+            for value_dim in (32..=512).step_by(32) {
                 for tile in [false, true].into_iter().flat_map(|bias| candidates(head_dim, value_dim, bias)) {
                     tile.check().unwrap_or_else(|why| panic!("{head_dim} {value_dim}: {tile:?}: {why}"));
                 }

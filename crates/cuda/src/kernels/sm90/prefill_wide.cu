@@ -1,0 +1,138 @@
+// Prefill for compute capability 9.0 of wide heads, by two teams that share 64 rows: the output of one team would not fit its registers.
+//
+// A step is a tile of 64 keys. Each team computes the scores and the probabilities of 32 keys, hands the probabilities over through shared
+// memory, and multiplies all of them with its half of the values' columns. Both have the same row_max; row_sum is of a team's own keys until
+// the work tile ends.
+
+static_assert(TEAMS == 2 && VALUE_TEAMS == 2 && BLOCK_M == TEAM_ROWS && BLOCK_N == PANEL_COLUMNS);
+
+// The barrier of both teams. It is `wait_q`'s too.
+constexpr int ROWS_BARRIER = TURN_BARRIER;
+
+// A team's state: its place in the rings, and what it has in registers.
+struct WideStream {
+    RingStage<STAGES> k_at, v_at;
+    OnlineSoftmax acc;
+    Scores scores;
+
+    // What the same thread of the other team has handed over, for the thread's two rows. A barrier of both teams lies between this and
+    // the next hand-over.
+    DEVICE void exchange(const Team& team, float (&x)[2]) const {
+        float(&to)[2] = team.memory.exchange[team.team][threadIdx.x % WARPGROUP_THREADS];
+        to[0] = x[0], to[1] = x[1];
+        named_barrier_sync<THREADS>(ROWS_BARRIER);
+        const float(&from)[2] = team.memory.exchange[1 - team.team][threadIdx.x % WARPGROUP_THREADS];
+        x[0] = from[0], x[1] = from[1];
+    }
+
+    // `update_row_max` over the keys of both teams.
+    DEVICE void update_shared_row_max(const Team& team, float scale, Rescale& rescale) {
+        float tile_max[1][2];
+        lane_row_max(scores, tile_max);
+        bool exceeds = false;
+#pragma unroll
+        for (int half = 0; half < 2; half++) exceeds |= (tile_max[0][half] - acc.row_max[0][half]) * scale > RESCALE_THRESHOLD;
+        rescale.any = named_barrier_any<THREADS>(ROWS_BARRIER, exceeds);
+        if (!rescale.any) return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float& x = tile_max[0][half];
+            x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+        }
+        float other[2] = {tile_max[0][0], tile_max[0][1]};
+        exchange(team, other);
+#pragma unroll
+        for (int half = 0; half < 2; half++) raise_row_max(acc, 0, half, fmaxf(tile_max[0][half], other[half]), scale, rescale);
+    }
+
+    // Writes the team's probabilities to shared memory, and waits for the other team's.
+    DEVICE void share_probs(const Team& team) const {
+        Probs probs;
+        probs.set(scores);
+        const u32 t = team.lane % 4, g = team.lane / 4;
+        const u32 rows = shared_address(team.memory.probs) + (threadIdx.x / 32 % TEAM_WARPS * WARP_ROWS + g) * PANEL_ROW_BYTES;
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++) {
+            // Eight keys are a chunk of 16 bytes; the swizzle permutes the chunks of a row by the row's number.
+            const u32 chunk = team.team * QK_MMA_N + n;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                st_shared4(rows + half * 8 * PANEL_ROW_BYTES + ((chunk ^ g) << 4) + t * 4, probs.x[0][n / 2][n % 2 * 2 + half]);
+        }
+        fence_async_proxy();
+        named_barrier_sync<THREADS>(ROWS_BARRIER);
+    }
+
+    // out += probs v, of the team's columns.
+    DEVICE void multiply_values(const Team& team) {
+        v_at.wait_full(shared_address(team.memory.barriers.v_full));
+        float(&c)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
+        const u64 probs = k_major_descriptor(shared_address(team.memory.probs));
+        const u32 columns = team.team * (VALUE_DIM / PANEL_COLUMNS * BLOCK_N * PANEL_ROW_BYTES);
+        const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(team.memory.v) + uniform(v_at.stage()) * VTile::BYTES + columns);
+        pin_registers(c);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; step++)
+            Wgmma<DTYPE, VALUE_DIM>::shared_mn_major(c, advance_descriptor(probs, k_major_step<BLOCK_M>(step)), advance_descriptor(v, mn_major_step(step)), true);
+        wgmma_commit();
+        team.wait_pv(acc, v_at.stage());
+        v_at.advance();
+    }
+
+    // A tile of keys.
+    DEVICE void step(const Team& team, const Row* rows, u32 block, bool masked) {
+        const ForwardParams& p = team.params.forward;
+        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        k_at.wait_full(shared_address(team.memory.barriers.k_full));
+        team.start_qk(scores, uniform(k_at.stage()));
+        team.wait_qk<0>(scores, k_at.stage());
+        k_at.advance();
+        const u32 key0 = block * BLOCK_N + team.team * WARP_KEYS;
+        if (masked) mask_scores<true>(p, scores, rows, key0);
+        else mask_scores<false>(p, scores, rows, key0);
+        Rescale rescale;
+        float sums[1][2] = {};
+        update_shared_row_max(team, scale, rescale);
+        exponentiate(acc, scores, scale, sums);
+        rescale_o(acc, rescale);
+#pragma unroll
+        for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
+        share_probs(team);
+        multiply_values(team);
+    }
+};
+
+// Computes this block's work tiles.
+DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
+    const ForwardParams& p = params.forward;
+    const Team team(params, memory);
+    WideStream stream;
+    RingStage<LISTED> tile_at;
+    for (;; tile_at.advance()) {
+        tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
+        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
+        if (work_tile.sequence == NONE) return;
+        const KeyBlocks blocks(p, work_tile);
+        const Row* rows = team.find_rows(work_tile);
+        stream.acc.reset();
+        bool any_masked = false;
+        team.wait_q(work_tile, q_parity(tile_at));
+        for (u32 block = blocks.first; block < blocks.end;) {
+            const FullBlocks full(p, *opaque(&work_tile));
+            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
+            stream.step(team, rows, block, masked);
+            any_masked |= masked;
+            block = next_block(p, work_tile, block + 1, blocks.end);
+        }
+        if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.part);
+        // Sums over the keys of both teams.
+        float(&sums)[2] = stream.acc.row_sum[0];
+        float other[2] = {sums[0], sums[1]};
+        stream.exchange(team, other);
+        sums[0] += other[0], sums[1] += other[1];
+        end_work_tile(team, work_tile, stream.acc, any_masked);
+        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
+    }
+}
