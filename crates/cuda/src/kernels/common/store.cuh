@@ -31,7 +31,7 @@ DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
     }
 }
 
-// Whether the output has all columns of a tile, at addresses for vectors.
+// Returns true if the output has every column of the tile and its rows are aligned for vector stores.
 DEVICE bool is_whole(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && (value_panel(work_tile) + 1) * VALUE_DIM <= p.value_dim; }
 
 // Stores a row of 16-bit elements whose columns are whole. Lanes of even t store four columns of the first of two fragments, the others

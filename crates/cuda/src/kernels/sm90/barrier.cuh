@@ -51,7 +51,7 @@ struct RingStage {
     // Waits, as a consumer, for this stage's tile.
     DEVICE void wait_full(u32 full) const { mbarrier_wait(full + 8 * stage(), parity()); }
 
-    // Whether this stage's tile is there.
+    // Returns true if this stage's tile has arrived.
     DEVICE bool test_full(u32 full) const { return mbarrier_test(full + 8 * stage(), parity()); }
 
     // Waits, as a producer, until this stage's last tile was consumed. The first pass through the ring waits for nothing.

@@ -34,7 +34,7 @@ struct Barriers {
     u64 work_tile_full[LISTED], work_tile_empty[LISTED];
 };
 
-// What teams that share rows have in common: probabilities of a tile of 64 keys, and values of each thread that the other team reads.
+// Shared memory of two teams that share rows: the probabilities of a tile of 64 keys, and two values that each thread passes to the other team.
 struct SharedRows {
     u8 probs[BLOCK_M * PANEL_ROW_BYTES];
     float exchange[TEAMS][WARPGROUP_THREADS][2];
@@ -47,18 +47,18 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     u8 q[QTile::BYTES];
     u8 k[STAGES][KTile::BYTES];
     u8 v[STAGES][VTile::BYTES];
-    // Of each warp.
+    // WARP_ROWS rows for each warp.
     Row rows[WARPS * WARP_ROWS];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
-    // Of each team: 1 if it stored the last split of a tile.
+    // One flag for each team: 1 if the team stored the last split of a tile.
     u32 is_last_split[3];
-    // Of the warpgroup that copies: the next work tile.
+    // The entry of the next work tile, which the copying warpgroup shares among its threads.
     u32 next_entry;
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
 
-// The parity of a work tile's rows of q: of every second work tile.
+// The parity of the q barriers: it flips with every work tile, as the stage does.
 DEVICE u32 q_parity(const RingStage<LISTED>& work_tile) {
     static_assert(LISTED == 2);
     return work_tile.stage();
@@ -189,7 +189,7 @@ struct KvProducer {
 struct WorkTiles {
     const PrefillParams& params;
     PrefillMemory& memory;
-    // What the queue has answered, of one thread.
+    // The counter's value that thread 0 received.
     u32 ticket;
 
     // Asks for the next one. The answer takes a while, but who asks early keeps from others what they could begin at once.
@@ -262,7 +262,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
 struct Team {
     const PrefillParams& params;
     PrefillMemory& memory;
-    // Its number, its part of q, the warp's first row of the tile, and the lane.
+    // The team's number, its part of q, the warp's first row of the tile, and the lane.
     u32 team, part, first_row, lane;
 
     DEVICE Team(const PrefillParams& params, PrefillMemory& memory)

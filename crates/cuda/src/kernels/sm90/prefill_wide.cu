@@ -15,8 +15,8 @@ struct WideStream {
     OnlineSoftmax acc;
     Scores scores;
 
-    // What the same thread of the other team has handed over, for the thread's two rows. A barrier of both teams lies between this and
-    // the next hand-over.
+    // Swaps two values, one for each of a thread's rows, with the same thread of the other team. Both teams pass another barrier before the
+    // next exchange.
     DEVICE void exchange(const Team& team, float (&x)[2]) const {
         float(&to)[2] = team.memory.exchange[team.team][threadIdx.x % WARPGROUP_THREADS];
         to[0] = x[0], to[1] = x[1];

@@ -49,8 +49,8 @@ pub struct Sm90Kernel {
 }
 
 impl Sm90Kernel {
-    /// Whether a launch for sequences with up to `rows` rows for each key/value head is of this kernel: with more rows than one warpgroup
-    /// has.
+    /// Returns true if this kernel computes a launch whose sequences have up to `rows` rows for each key/value head: more rows than one
+    /// warpgroup has.
     pub(in crate::plan) fn takes(problem: &Problem, facts: &CudaFacts, rows: usize) -> bool {
         rows > WARPGROUP_ROWS && Self::refusal(problem, facts).is_none()
     }

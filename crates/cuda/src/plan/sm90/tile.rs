@@ -18,7 +18,7 @@ pub struct Sm90Tile {
     pub(crate) keys: usize,
     /// Tiles of keys, and of values, in shared memory.
     pub(crate) stages: usize,
-    /// Whether warpgroups multiply one after another: while one does, the others compute probabilities.
+    /// True if warpgroups take turns: one multiplies while the others compute probabilities.
     pub(crate) ping_pong: bool,
     /// Whether two warpgroups share 64 rows, each with half of the keys of a tile and half of the columns of the output.
     pub(crate) shares_rows: bool,
