@@ -53,7 +53,7 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     Barriers barriers;
     // One flag for each team: 1 if the team stored the last split of a tile.
     u32 is_last_split[3];
-    // The entry of the next work tile, which the copying warpgroup shares among its threads.
+    // The entry of the next work tile, for all threads of the copying warpgroup.
     u32 next_entry;
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
