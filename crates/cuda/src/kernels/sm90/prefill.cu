@@ -94,9 +94,10 @@ struct Stream {
         end_softmax(acc, scores, probs, rescale, sums);
     }
 
-    // `multiply` and `softmax` of `count` tiles whose keys all rows see. Probabilities are computed while the values of the tile before, of
-    // the same work tile, are multiplied.
-    DEVICE void multiply_and_softmax(const Team& team, u32 count) {
+    // `multiply` and `softmax` of `count` tiles without biases, the first of them `tile`. Probabilities are computed while the values of the
+    // tile before, of the same work tile, are multiplied.
+    template <bool MASKED>
+    DEVICE void multiply_and_softmax(const Team& team, TileRows tile, u32 count) {
         wait_k(team);
 #pragma unroll 1
         for (; count; count--) {
@@ -105,11 +106,14 @@ struct Stream {
             k_at.advance();
             // Asked for early: the answer takes a while.
             const bool waits_k = count > 1 && !has_k(team);
+            mask_scores<MASKED>(team.params.forward, scores, tile.rows, tile.key0);
+            tile.key0 += BLOCK_N;
             Rescale rescale;
             float sums[1][2] = {};
             begin_softmax(team.params.forward, acc, scores, rescale, sums);
-            // The compiler moves the wait for products up, before probabilities, but not over a branch.
-            if (waits_k) wait_k(team);
+            // No sum is negative, but the compiler does not know that: probabilities stay before the branch, and the wait for products
+            // behind it.
+            if (waits_k || sums[0][0] + sums[0][1] < 0.f) wait_k(team);
             team.wait_pv(acc, v_at.stage());
             v_at.advance();
             end_softmax(acc, scores, probs, rescale, sums);
@@ -137,13 +141,17 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
             const bool first = block == blocks.first;
             // Found again for each tile, which takes no registers from products.
             const FullBlocks full(p, *opaque(&work_tile));
-            // Masks and biases branch, and the compiler waits for products where it branches.
-            if (!Scoring::HAS_BIAS && !first && block >= full.begin && block < full.end) {
-                stream.multiply_and_softmax(team, full.end - block);
-                block = full.end;
+            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
+            // Biases branch, and the compiler waits for products where it branches.
+            if (!Scoring::HAS_BIAS && !first) {
+                const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;
+                const TileRows tile = {rows, block * BLOCK_N};
+                if (masked) stream.multiply_and_softmax<true>(team, tile, end - block);
+                else stream.multiply_and_softmax<false>(team, tile, end - block);
+                any_masked |= masked;
+                block = end;
                 continue;
             }
-            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
             stream.multiply(team, true, !first);
             stream.softmax(p, {rows, block * BLOCK_N}, masked);
             any_masked |= masked;
