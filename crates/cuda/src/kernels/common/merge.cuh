@@ -73,79 +73,111 @@ DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const
     return *team.is_last;
 }
 
-// Merges a row of `count` partials from `first` on in the order of their keys, four columns a lane; values times `by`, a power of two.
-template <int BATCH>
-DEVICE PartialRow merge_row(const ForwardParams& p, u32 first, u32 count, u32 row, u32 quad, float by) {
+// A lane's four columns of a row that is merged, `quad` fours from the row's start. The row is NONE where there is none.
+struct MergedQuad {
+    u32 row, quad;
+
+    DEVICE bool exists() const { return row != NONE && quad < QUADS; }
+};
+
+// Merges COUNT quads of `count` partials from `first` on, in the order of their keys; values times `by`, a power of two.
+template <int BATCH, int COUNT>
+DEVICE void merge_quads(const ForwardParams& p, u32 first, u32 count, const MergedQuad (&quads)[COUNT], float by, PartialRow (&sums)[COUNT]) {
     const float* partials = partial_at(p, first);
-    const float *out_at = partials + row * VALUE_DIM + quad * 4, *row_max_at = partials + PARTIAL_ROW_MAX + row;
-    u32 lane = threadIdx.x % 32;
-    PartialRow sum = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (PartialRow& sum : sums) sum = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll 1
     for (u32 n = 0; n < count; n += BATCH) {
         // All loads of a batch are issued before any of them is used. A lane loads row_max and row_sum of one partial.
-        u32 rest = count - n;
-        float4 out[BATCH];
+        const u32 rest = count - n;
+        float4 out[COUNT][BATCH];
+        float row_max[COUNT], row_sum[COUNT];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (i < rest && quad < QUADS) out[i] = __ldcg((const float4*)(out_at + (u64)(n + i) * PARTIAL_STEP));
+        for (int c = 0; c < COUNT; c++) {
+            const MergedQuad at = quads[c];
+            const float* row_max_at = partials + (u64)(n + lane) * PARTIAL_STEP + PARTIAL_ROW_MAX + at.row;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                out[c][i] = make_float4(0.f, 0.f, 0.f, 0.f);
+                if (i < rest && at.exists()) out[c][i] = __ldcg((const float4*)(partials + (u64)(n + i) * PARTIAL_STEP + at.row * VALUE_DIM + at.quad * 4));
+            }
+            const bool exists = at.row != NONE && lane < BATCH && lane < rest;
+            row_max[c] = exists ? __ldcg(row_max_at) : -INF;
+            row_sum[c] = exists ? __ldcg(row_max_at + BLOCK_M) : 0.f;
         }
-        bool exists = lane < BATCH && lane < rest;
-        float row_max = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP) : -INF;
-        float row_sum = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP + BLOCK_M) : 0.f;
-        float max = row_max;
 #pragma unroll
-        for (int i = 16; i; i /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, i));
-        max = fmaxf(max, sum.row_max);
-        float shift = max == -INF ? 0.f : max, old_factor = exp2_approx(sum.row_max - shift), factor = exp2_approx(row_max - shift);
-        row_sum *= factor;
+        for (int c = 0; c < COUNT; c++) {
+            PartialRow& sum = sums[c];
+            float max = row_max[c], added = row_sum[c];
 #pragma unroll
-        for (int i = 16; i; i /= 2) row_sum += __shfl_xor_sync(ALL_LANES, row_sum, i);
-        sum.row_max = max;
-        sum.row_sum = fmaf(sum.row_sum, old_factor, row_sum);
-        sum.out.x *= old_factor, sum.out.y *= old_factor, sum.out.z *= old_factor, sum.out.w *= old_factor;
+            for (int i = 16; i; i /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, i));
+            max = fmaxf(max, sum.row_max);
+            const float shift = max == -INF ? 0.f : max, old_factor = exp2_approx(sum.row_max - shift), factor = exp2_approx(row_max[c] - shift);
+            added *= factor;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            float of_partial = __shfl_sync(ALL_LANES, factor * by, i);
-            sum.out.x = fmaf(out[i].x, of_partial, sum.out.x);
-            sum.out.y = fmaf(out[i].y, of_partial, sum.out.y);
-            sum.out.z = fmaf(out[i].z, of_partial, sum.out.z);
-            sum.out.w = fmaf(out[i].w, of_partial, sum.out.w);
+            for (int i = 16; i; i /= 2) added += __shfl_xor_sync(ALL_LANES, added, i);
+            sum.row_max = max;
+            sum.row_sum = fmaf(sum.row_sum, old_factor, added);
+            sum.out.x *= old_factor, sum.out.y *= old_factor, sum.out.z *= old_factor, sum.out.w *= old_factor;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const float4 x = out[c][i];
+                const float of_partial = __shfl_sync(ALL_LANES, factor * by, i);
+                sum.out.x = fmaf(x.x, of_partial, sum.out.x);
+                sum.out.y = fmaf(x.y, of_partial, sum.out.y);
+                sum.out.z = fmaf(x.z, of_partial, sum.out.z);
+                sum.out.w = fmaf(x.w, of_partial, sum.out.w);
+            }
         }
     }
-    return sum;
 }
 
-// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output.
-template <int BATCH>
+// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output. A lane merges COUNT quads at a
+// time: the more, the more loads are under way.
+template <int BATCH, int COUNT>
 DEVICE void merge_partials(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, u32 first, u32 count, u32 to) {
     constexpr u32 ROW_UNITS = (QUADS + 31) / 32;
-    u32 lane = threadIdx.x % 32;
-    for (u32 unit = team.warp; unit < team.rows * ROW_UNITS; unit += team.warps) {
-        u32 row = team.first_row + unit / ROW_UNITS, quad = unit % ROW_UNITS * 32 + lane;
-        PartialRow sum = merge_row<BATCH>(p, first, count, row, quad, 1.f);
-        float unshrink = 1.f;
-        // Sums of groups may have overflowed as well: the splits themselves are merged.
-        if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, quad < QUADS && !sum.is_finite())) {
-            PartialRow shrunk = merge_row<1>(p, work_tile.first_partial, num_splits(work_tile), row, quad, SHRINK);
-            if (!sum.is_finite()) sum = shrunk, unshrink = 1.f / SHRINK;
+    const u32 lane = threadIdx.x % 32, units = team.rows * ROW_UNITS;
+#pragma unroll 1
+    for (u32 unit = team.warp; unit < units; unit += team.warps * COUNT) {
+        MergedQuad quads[COUNT];
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) {
+            const u32 own = unit + c * team.warps;
+            quads[c] = {own < units ? team.first_row + own / ROW_UNITS : NONE, own % ROW_UNITS * 32 + lane};
         }
-        if (quad >= QUADS) continue;
-        if (to == NONE) store_merged(p, work_tile, row, quad * 4, sum, unshrink);
-        else store_partial(p, to, row, quad * 4, sum);
+        PartialRow sums[COUNT];
+        merge_quads<BATCH>(p, first, count, quads, 1.f, sums);
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) {
+            const MergedQuad at = quads[c];
+            PartialRow& sum = sums[c];
+            float unshrink = 1.f;
+            // Sums of groups may have overflowed as well: the splits themselves are merged.
+            if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, at.exists() && !sum.is_finite())) {
+                PartialRow shrunk[1];
+                const MergedQuad again[1] = {at};
+                merge_quads<1>(p, work_tile.first_partial, num_splits(work_tile), again, SHRINK, shrunk);
+                if (!sum.is_finite()) sum = shrunk[0], unshrink = 1.f / SHRINK;
+            }
+            if (!at.exists()) continue;
+            if (to == NONE) store_merged(p, work_tile, at.row, at.quad * 4, sum, unshrink);
+            else store_partial(p, to, at.row, at.quad * 4, sum);
+        }
     }
 }
 
 // What the N threads of a team do when they have stored a partial: those that come last merge all of them.
-template <int N, int BATCH>
+template <int N, int BATCH, int COUNT = 1>
 DEVICE void merge_if_last(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team) {
     u32 first = work_tile.first_partial, count = num_splits(work_tile);
     if (work_tile.splits & SPLITS_GROUPED) {
         u32 group = (work_tile.partial - first) / MERGE_GROUP, rest = count - group * MERGE_GROUP, size = rest < MERGE_GROUP ? rest : MERGE_GROUP;
         if (!is_last_split<N>(p, (work_tile.counter + 1 + group) * team.teams + team.team, size, team)) return;
-        merge_partials<(BATCH < MERGE_GROUP ? BATCH : MERGE_GROUP)>(p, work_tile, team, first + group * MERGE_GROUP, size, first + count + group);
+        merge_partials<(BATCH < MERGE_GROUP ? BATCH : MERGE_GROUP), COUNT>(p, work_tile, team, first + group * MERGE_GROUP, size, first + count + group);
         first += count;
         count = (count + MERGE_GROUP - 1) / MERGE_GROUP;
     }
-    if (is_last_split<N>(p, work_tile.counter * team.teams + team.team, count, team)) merge_partials<BATCH>(p, work_tile, team, first, count, NONE);
+    if (is_last_split<N>(p, work_tile.counter * team.teams + team.team, count, team)) merge_partials<BATCH, COUNT>(p, work_tile, team, first, count, NONE);
 }
