@@ -1,7 +1,7 @@
 // A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
 //
-// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies: descriptions of work tiles, rows of q, and
-// tiles of keys and values through a ring. The other warpgroups, teams, multiply: prefill.cu has teams with rows of their own, and
+// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: a part of it descriptions of
+// work tiles, rows of q and tiles of keys, another part tiles of values. The other warpgroups, teams, multiply: prefill.cu has teams with rows of their own, and
 // prefill_wide.cu teams that share rows.
 //
 // Constants beside tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
@@ -21,8 +21,8 @@ constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : COPIES_MORE ? 56 : TMA && !PAGE
 constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
-// Partials that are loaded at a time where they are merged.
-constexpr int MERGE_BATCH = TEAMS == 3 || VALUE_DIM > 128 ? 4 : 8;
+// Partials that a lane loads at a time where they are merged, and of how many quads.
+constexpr int MERGE_BATCH = 8, MERGE_QUADS = 2;
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next.
 constexpr int LISTED = 2;
@@ -53,7 +53,7 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     Barriers barriers;
     // One flag for each team: 1 if the team stored the last split of a tile.
     u32 is_last_split[3];
-    // The entry of the next work tile, for all threads of the copying warpgroup.
+    // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
@@ -101,160 +101,145 @@ struct LaggedCopies {
         full = barrier;
     }
 
-    // Waits until a stage is empty. What is consumed until then may be the tile that is not handed over yet.
-    DEVICE void wait_empty(u32 empty, u32 parity) {
-        if (mbarrier_try_wait(empty, parity)) return;
+    // Waits for a barrier. Others may wait meanwhile for the tile that is not handed over yet.
+    DEVICE void wait(u32 barrier, u32 parity) {
+        if (mbarrier_try_wait(barrier, parity)) return;
         hand_over<0>();
-        mbarrier_wait(empty, parity);
+        mbarrier_wait(barrier, parity);
     }
 };
 
+// Copies tiles of keys, or of VALUES, through their ring.
+template <typename T, bool VALUES>
 struct KvProducer {
     const PrefillParams& params;
     PrefillMemory& memory;
     LaggedCopies copies;
+    RingStage<STAGES> at;
 
-    // Copies a tile of keys or values from key `block` BLOCK_N on. `batch_rows` are the tensor's rows between batch entries or pages.
-    template <typename T>
-    DEVICE void load(const WorkTile& work_tile, const TensorMap* map, const Tensor& tensor, u32 batch_rows, bool is_value, u8* to, u64* full, u32 block) {
+    // Copies the tile from key `block` BLOCK_N on.
+    DEVICE void load(const WorkTile& work_tile, u32 block) {
         const ForwardParams& p = params.forward;
-        const u32 barrier = shared_address(full), at = shared_address(to);
+        const Tensor& tensor = VALUES ? p.v : p.k;
+        Barriers& barriers = memory.barriers;
+        const u32 to = shared_address(VALUES ? memory.v[at.stage()] : memory.k[at.stage()]);
+        const u32 full = shared_address((VALUES ? barriers.v_full : barriers.k_full) + at.stage());
+        const u32 empty = shared_address((VALUES ? barriers.v_empty : barriers.k_empty) + at.stage());
         if constexpr (TMA) {
-            const u32 lane = threadIdx.x % 32, first_column = is_value ? work_tile.panel * (VALUE_TEAMS * VALUE_DIM) : 0;
-            if (lane == 0) mbarrier_arrive_expect(barrier, T::BYTES);
-            __syncwarp();
-            // Each lane copies a box of rows: of pages kv_box_rows, else all.
-            const u32 box_rows = PAGED ? params.kv_box_rows : BLOCK_N, row = lane * box_rows, j = block * BLOCK_N + row;
-            if (row >= BLOCK_N) return;
+            // Each lane copies a box of rows: of pages kv_box_rows, else all. Pages are looked up before there is room for their rows.
+            const u32 lane = threadIdx.x % 32, box_rows = PAGED ? params.kv_box_rows : BLOCK_N, row = lane * box_rows, j = block * BLOCK_N + row;
+            const u32 batch_rows = VALUES ? params.v_batch_rows : params.k_batch_rows;
             u32 start = work_tile.batch * batch_rows + work_tile.kv_start, length = work_tile.kv_len, from = j;
             if constexpr (PAGED) {
                 start = length = from = 0;
-                if (j + box_rows > work_tile.begin && j < work_tile.end) {
+                if (row < BLOCK_N && j + box_rows > work_tile.begin && j < work_tile.end) {
                     PageRow page(p, p.block_table + (u64)work_tile.sequence * (p.block_table_width * 4), j);
                     u32 rest = work_tile.kv_len - j;
                     start = page.page * batch_rows + page.row, length = rest < box_rows ? rest : box_rows;
                 }
             }
-            RaggedRows rows(start, length);
+            mbarrier_wait(empty, at.parity() ^ 1);
+            if (lane == 0) mbarrier_arrive_expect(full, T::BYTES);
+            __syncwarp();
+            if (row < BLOCK_N) {
+                RaggedRows rows(start, length);
+                const u32 first_column = VALUES ? work_tile.panel * (VALUE_TEAMS * VALUE_DIM) : 0;
 #pragma unroll
-            for (int panel = 0; panel < T::COLUMNS / PANEL_COLUMNS; panel++)
-                rows.load(at + (panel * BLOCK_N + row) * PANEL_ROW_BYTES, map, barrier, first_column + panel * PANEL_COLUMNS, work_tile.kv_head, from);
-        } else {
-            KvSource source(p, work_tile);
-            KvRows rows = {tensor, source.keys, is_value ? source.v : source.k, is_value ? source.value_dim : p.head_dim};
-            copy_kv_tile<T>(p, rows, copy_start<T>(tensor), at, block * BLOCK_N);
-            copies.started(barrier);
-        }
-    }
-
-    DEVICE void wait_empty(u64* empty, u32 parity) {
-        if (TMA) mbarrier_wait(shared_address(empty), parity);
-        else copies.wait_empty(shared_address(empty), parity);
-    }
-
-    DEVICE void load_k(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.k_empty + at.stage(), at.parity() ^ 1);
-        load<KTile>(work_tile, &params.k, params.forward.k, params.k_batch_rows, false, memory.k[at.stage()], memory.barriers.k_full + at.stage(), block);
-        at.advance();
-    }
-
-    DEVICE void load_v(const WorkTile& work_tile, RingStage<STAGES>& at, u32 block) {
-        wait_empty(memory.barriers.v_empty + at.stage(), at.parity() ^ 1);
-        load<VTile>(work_tile, &params.v, params.forward.v, params.v_batch_rows, true, memory.v[at.stage()], memory.barriers.v_full + at.stage(), block);
-        at.advance();
-    }
-
-    // Copies rows of q by TMA, each part once its teams have read that of the work tile before.
-    DEVICE void load_q(const WorkTile& work_tile, u32 parity) {
-        if (!TMA || !params.q_box_positions) return;
-        const ForwardParams& p = params.forward;
-        RaggedRows rows(work_tile.batch * params.q_batch_rows + work_tile.q_start, work_tile.q_len);
-        const u32 first_position = quotient(work_tile.row, p.gqa_group);
-        for (int part = 0; part < Q_PARTS; part++) {
-            const u32 full = shared_address(memory.barriers.q_full + part);
-            mbarrier_wait(shared_address(memory.barriers.q_empty + part), parity ^ 1);
-            if (threadIdx.x % 32 == 0) {
-                mbarrier_arrive_expect(full, QTile::BYTES / Q_PARTS);
-#pragma unroll
-                for (int panel = 0; panel < QTile::COLUMNS / PANEL_COLUMNS; panel++)
-                    rows.load(shared_address(memory.q) + (panel * BLOCK_M + part * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
-                              work_tile.kv_head * p.gqa_group.value, first_position + part * params.q_box_positions);
+                for (int panel = 0; panel < T::COLUMNS / PANEL_COLUMNS; panel++)
+                    rows.load(to + (panel * BLOCK_N + row) * PANEL_ROW_BYTES, VALUES ? &params.v : &params.k, full, first_column + panel * PANEL_COLUMNS,
+                              work_tile.kv_head, from);
             }
+            __syncwarp();
+        } else {
+            copies.wait(empty, at.parity() ^ 1);
+            KvSource source(p, work_tile);
+            KvRows rows = {tensor, source.keys, VALUES ? source.v : source.k, VALUES ? source.value_dim : p.head_dim};
+            copy_kv_tile<T>(p, rows, copy_start<T>(tensor), to, block * BLOCK_N);
+            copies.started(full);
         }
-        __syncwarp();
+        at.advance();
     }
 };
 
-// The work tiles of this block: a list, or whatever is next in the queue of all blocks when it asks.
-struct WorkTiles {
-    const PrefillParams& params;
-    PrefillMemory& memory;
-    // The counter's value that thread 0 received.
-    u32 ticket;
-
-    // Asks for the next one. The answer takes a while, but who asks early keeps from others what they could begin at once.
-    DEVICE void ask(u32 thread) {
-        if (params.queued && thread == 0) ticket = atomicAdd((u32*)params.forward.counters, 1u);
-    }
-
-    // The entry behind a work tile, NONE after the last.
-    DEVICE u32 next(const WorkTile& work_tile, u32 thread) {
-        if (!params.queued) return work_tile.next ? work_tile.next : NONE;
-        if (thread == 0) {
-            // Every work tile but each block's first is taken by a ticket, and every block is told by one that there are no more.
-            if (ticket + 1 == params.queued) *(u32*)params.forward.counters = 0;
-            const u32 entry = ticket + gridDim.x;
-            memory.next_entry = entry < params.queued ? entry : NONE;
+// Copies rows of q by TMA, each part once its teams have read that of the work tile before.
+DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile, u32 parity) {
+    if (!TMA || !params.q_box_positions) return;
+    const ForwardParams& p = params.forward;
+    RaggedRows rows(work_tile.batch * params.q_batch_rows + work_tile.q_start, work_tile.q_len);
+    const u32 first_position = quotient(work_tile.row, p.gqa_group);
+    for (int part = 0; part < Q_PARTS; part++) {
+        const u32 full = shared_address(memory.barriers.q_full + part);
+        mbarrier_wait(shared_address(memory.barriers.q_empty + part), parity ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_arrive_expect(full, QTile::BYTES / Q_PARTS);
+#pragma unroll
+            for (int panel = 0; panel < QTile::COLUMNS / PANEL_COLUMNS; panel++)
+                rows.load(shared_address(memory.q) + (panel * BLOCK_M + part * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
+                          work_tile.kv_head * p.gqa_group.value, first_position + part * params.q_box_positions);
         }
-        sync_producer();
-        const u32 entry = memory.next_entry;
-        sync_producer();
-        return entry;
     }
+    __syncwarp();
+}
 
-    // The threads that copy: one warp by TMA, else a warpgroup.
-    static DEVICE void sync_producer() {
-        if (TMA) __syncwarp();
-        else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
+// The threads that copy keys.
+DEVICE void sync_loaders() {
+    if (TMA) __syncwarp();
+    else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
+}
+
+// The entry behind a work tile, NONE after the last: of this block's list, or the next in the queue of all blocks. A block asks the queue
+// only when it has started all copies of keys, else it would keep work tiles from others that could begin them at once.
+DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile) {
+    if (!params.queued) return work_tile.next ? work_tile.next : NONE;
+    if (threadIdx.x % LOADERS == 0) {
+        u32* counter = (u32*)params.forward.counters;
+        const u32 ticket = atomicAdd(counter, 1u), entry = ticket + gridDim.x;
+        // Every work tile but each block's first is taken by a ticket, and every block is told by one that there are no more.
+        if (ticket + 1 == params.queued) *counter = 0;
+        memory.next_entry = entry < params.queued ? entry : NONE;
     }
-};
+    sync_loaders();
+    const u32 entry = memory.next_entry;
+    sync_loaders();
+    return entry;
+}
 
-// Copies what the work tiles of this block read, in the order in which it is read.
+// Copies the keys of this block's work tiles, their rows of q and their descriptions; or, VALUES, what their values are.
+template <typename T, bool VALUES>
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
-    KvProducer kv = {params, memory};
-    RingStage<STAGES> k_at, v_at;
+    const u32 thread = threadIdx.x % LOADERS;
+    KvProducer<T, VALUES> kv = {params, memory};
     RingStage<LISTED> tile_at;
-    WorkTiles queue = {params, memory};
     u32 entry = blockIdx.x;
-    for (;;) {
+    for (;; tile_at.advance()) {
         WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
-        kv.wait_empty(memory.barriers.work_tile_empty + tile_at.stage(), tile_at.parity() ^ 1);
-        const u32 thread = threadIdx.x % LOADERS;
-        constexpr u32 WORDS = sizeof(WorkTile) / 16;
-        if (thread < WORDS)
-            ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
-        queue.sync_producer();
-        if (thread == 0) mbarrier_arrive(shared_address(memory.barriers.work_tile_full + tile_at.stage()));
+        const u32 full = shared_address(memory.barriers.work_tile_full + tile_at.stage());
+        const u32 empty = shared_address(memory.barriers.work_tile_empty + tile_at.stage());
+        if (VALUES) {
+            kv.copies.wait(full, tile_at.parity());
+        } else {
+            kv.copies.wait(empty, tile_at.parity() ^ 1);
+            constexpr u32 WORDS = sizeof(WorkTile) / 16;
+            if (thread < WORDS)
+                ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
+            sync_loaders();
+            if (thread == 0) mbarrier_arrive(full);
+        }
         if (work_tile.sequence == NONE) break;
         const KeyBlocks blocks(p, work_tile);
-        // Keys of a tile and the values of the tile before, first those for which there is room earlier.
-        constexpr bool VALUES_FIRST = VALUE_TEAMS > 1;
-        u32 block = blocks.first, before = NONE;
-        for (;;) {
-            if (VALUES_FIRST && before != NONE) kv.load_v(work_tile, v_at, before);
-            if (block < blocks.end) kv.load_k(work_tile, k_at, block);
-            else queue.ask(thread);
-            if (before == NONE) kv.load_q(work_tile, q_parity(tile_at));
-            else if (!VALUES_FIRST) kv.load_v(work_tile, v_at, before);
-            if (block >= blocks.end) break;
-            before = block;
-            block = next_block(p, work_tile, block + 1, blocks.end);
+        for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
+            kv.load(work_tile, block);
+            if (!VALUES && block == blocks.first) load_q(params, memory, work_tile, q_parity(tile_at));
         }
-        entry = queue.next(work_tile, thread);
-        tile_at.advance();
+        if (VALUES) {
+            __syncwarp();
+            if (thread % 32 == 0) mbarrier_arrive(empty);
+        } else {
+            entry = next_entry(params, memory, work_tile);
+        }
     }
-    if (!TMA) kv.copies.hand_over<0>();
+    if (!TMA) kv.copies.template hand_over<0>();
 }
 
 // ---- the teams
@@ -368,7 +353,7 @@ DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftm
     u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
     MergeTeam merge = {team.team, TEAMS, team.memory.is_last_split + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_if_last<WARPGROUP_THREADS, MERGE_BATCH>(p, work_tile, merge);
+    merge_if_last<WARPGROUP_THREADS, MERGE_BATCH, MERGE_QUADS>(p, work_tile, merge);
 }
 
 // The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.
@@ -412,14 +397,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
         init(b.q_full, Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
-        init(b.work_tile_full, LISTED, 1), init(b.work_tile_empty, LISTED, WARPS);
+        init(b.work_tile_full, LISTED, 1), init(b.work_tile_empty, LISTED, WARPS + (LOADERS + 31) / 32);
         mbarrier_publish();
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
         release_registers<COPY_REGISTERS>();
-        if (TMA && threadIdx.x >= THREADS + 32) return;
-        produce(params, memory);
+        const u32 loaders = (threadIdx.x - THREADS) / LOADERS;
+        if (loaders == 0) produce<KTile, false>(params, memory);
+        else if (loaders == 1) produce<VTile, true>(params, memory);
     } else {
         take_registers<MATH_REGISTERS>();
         consume(params, memory);

@@ -6,8 +6,8 @@ typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, ELEMENT_BYTES> QTile;
 typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, ELEMENT_BYTES> KTile;
 typedef SwizzledTile<padded_columns(VALUE_TEAMS * VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
 
-// Threads that copy a tile of keys or values together where TMA cannot.
-constexpr int LOADERS = WARPGROUP_THREADS;
+// Threads that copy a tile of keys together, and as many of values: one warp by TMA, else half of the copying warpgroup.
+constexpr int LOADERS = TMA ? 32 : WARPGROUP_THREADS / 2;
 
 // Keys of a tile that is copied.
 constexpr int COPY_KEYS = BLOCK_N;
