@@ -193,7 +193,7 @@ fn launch(
                 Some(most) => Assignment::whole(work, shape.keys, section, room, most),
             }
         }
-        None => Assignment::equal(&work, &shape, room),
+        None => Assignment::equal(work, &shape, room),
     };
     let launch = Launch { max_blocks, ..assignment.launch(kernel, shape.teams) };
     if launch.work_tiles.len() > MAX_WORK_TILES {

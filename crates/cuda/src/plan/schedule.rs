@@ -221,17 +221,20 @@ impl Assignment {
         assignment
     }
 
-    /// The blocks of keys of all tiles end to end, cut into ranges that take about the same time, for at most `room` blocks of threads.
-    /// The beginning and end of a work tile take about as long as a block of keys.
-    pub(super) fn equal(tiles: &[Tile], shape: &TileShape, room: usize) -> Self {
+    /// Splits for at most `room` blocks of threads that end at about the same time: equal splits of each tile, or else the blocks of keys
+    /// of all tiles end to end, cut into equal ranges. The beginning and end of a work tile take about as long as a block of keys.
+    pub(super) fn equal(tiles: Vec<Tile>, shape: &TileShape, room: usize) -> Self {
         let room = room.max(1);
-        let mut assignment = Self::none();
         // Each boundary between blocks of threads adds a work tile, and cuts one tile.
         let work_tiles = tiles.len() + room;
         // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
-        assignment.reserved =
+        let reserved =
             Capacity { grid: room, work_tiles, partials: 2 * room + room / 2, counters: room + room / 2 };
-        assignment.blocks = assignment.cut(tiles, shape, room);
+        if let Some(splits) = aligned_splits(&tiles, shape, room) {
+            return Self { reserved, ..Self::even(tiles, shape, splits) };
+        }
+        let mut assignment = Self { reserved, ..Self::none() };
+        assignment.blocks = assignment.cut(&tiles, shape, room);
         assignment
     }
 
@@ -338,6 +341,24 @@ fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
     if tiles.len() > room && longest > cut { rest } else { 0 }
 }
 
+/// Splits of every tile where all tiles are better cut into as many. Tiles of one head are cut at about the same keys then, and the blocks of
+/// threads that compute them read the same keys at the same time, from the second-level cache. None where no tiles share keys, or where
+/// that takes much longer than cuts at any key.
+fn aligned_splits(tiles: &[Tile], shape: &TileShape, room: usize) -> Option<usize> {
+    let head = |tile: &Tile| (tile.sequence, tile.kv_head);
+    if !tiles.windows(2).any(|pair| head(&pair[0]) == head(&pair[1]) && pair[0].row != pair[1].row) {
+        return None;
+    }
+    let splits = room / tiles.len();
+    let blocks = || tiles.iter().map(|tile| tile.blocks(shape.keys));
+    if splits < 2 || blocks().any(|blocks| blocks < splits * shape.min_split_blocks) {
+        return None;
+    }
+    let aligned = blocks().max()?.div_ceil(splits) + 1;
+    let anywhere = blocks().map(|blocks| blocks + 1).sum::<usize>().div_ceil(room) + 1;
+    (aligned * 16 <= anywhere * 17).then_some(splits)
+}
+
 /// Cuts tiles, given by their blocks of keys, into splits for blocks of threads that each have room for `share` blocks of keys; a split
 /// takes one more than it has. Reports tile, block of threads and blocks of keys of each split. A split that a cut leaves has at
 /// least `min_blocks`, except the last of a tile. Returns the number of blocks of threads.
@@ -416,7 +437,7 @@ mod tests {
         let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
         let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
         for room in [1, 2, 7, 100, 264] {
-            let assignment = Assignment::equal(&tiles, &SHAPE, room);
+            let assignment = Assignment::equal(tiles.clone(), &SHAPE, room);
             assert!(assignment.blocks.len() <= room && assignment.blocks.iter().all(|b| !b.is_empty()));
             assert_eq!(assignment.reserved.max(assignment.used), assignment.reserved);
             check(&assignment, &tiles);
@@ -427,6 +448,15 @@ mod tests {
             // Cuts add a work tile for each block of threads, and leave room for less than a split.
             let total: usize = tiles.iter().map(|t| t.blocks(64) + 1).sum();
             assert!(assignment.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
+        }
+        // Two tiles of a head are cut at the same keys, unless too many blocks of threads would have no work.
+        let rows = |len: usize| [0, 16].map(|row| Tile { row, ..tile(0, 0..len) }).to_vec();
+        for (room, len, aligned) in [(9, 4096, true), (11, 6400, true), (3, 4096, false)] {
+            let assignment = Assignment::equal(rows(len), &SHAPE, room);
+            let cuts = |row| assignment.work_tiles().filter(move |i| i.row == row).map(|i| i.begin);
+            assert_eq!(cuts(0).eq(cuts(16)), aligned, "{room} {len}");
+            assert!(assignment.blocks.len() <= room && cuts(0).count() > 1);
+            assert_eq!(assignment.reserved.max(assignment.used), assignment.reserved);
         }
         for splits in [1, 2, 5, 1000] {
             check(&Assignment::even(tiles.clone(), &SHAPE, splits), &tiles);
