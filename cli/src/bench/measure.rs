@@ -537,15 +537,10 @@ fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out
 fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Attention> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
-    // Queries of cached sequences are packed.
-    let (sequence, row) = match operands.tables {
-        None => (b, i),
-        Some(_) => {
-            let at = problem.sequences().partition_point(|s| s.q_start <= i) - 1;
-            (at, i - problem.sequences()[at].q_start)
-        }
-    };
+    // Queries of packed and cached sequences lie one after another, in one batch entry.
+    let sequence = problem.sequences().partition_point(|s| (s.batch, s.q_start) <= (b, i)) - 1;
     let s = &problem.sequences()[sequence];
+    let row = i - s.q_start;
     let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: s.kv_len, ..*dims };
     let mut desc = ProblemDesc::new(one, Dtype::F32);
     desc.visibility = problem.desc().visibility;
@@ -555,7 +550,7 @@ fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) 
         let mut rows = Vec::with_capacity(s.kv_len * shape[3]);
         for j in 0..s.kv_len {
             let place = match &operands.tables {
-                None => Some((b, j)),
+                None => Some((b, s.kv_start + j)),
                 // Nor are tokens visible that are no longer kept.
                 Some(tables) => tables.locate(sequence, j),
             };

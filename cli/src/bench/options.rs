@@ -54,7 +54,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
     /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); the visibility
-    /// rows have fixed lengths. With a --cache, LOW..HIGH spreads the lengths of a batch over the range
+    /// rows have fixed lengths. LOW..HIGH spreads the lengths of a batch over the range: of cached sequences, or of
+    /// packed ones of prefill, each of which is computed as a whole
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
     /// Elements of a v vector; default as many as of k
@@ -160,6 +161,14 @@ pub(crate) enum CacheKind {
 pub(crate) struct Lengths {
     pub(crate) low: usize,
     pub(crate) high: usize,
+}
+
+impl Lengths {
+    /// The length of each of `batch` sequences: the first `low`, the last `high`, others at equal steps between them.
+    pub(super) fn of(self, batch: usize) -> Vec<usize> {
+        let last = batch.saturating_sub(1).max(1);
+        (0..batch).map(|n| self.low + (self.high - self.low) * n / last).collect()
+    }
 }
 
 impl BenchArgs {

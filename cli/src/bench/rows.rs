@@ -4,7 +4,8 @@ use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::failure::{Failure, Result};
 use crate::options::Kernels;
 use flashtile::{
-    Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, SharedPrefix, Visibility,
+    Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, Sequences, SharedPrefix,
+    Visibility,
 };
 
 /// Tokens per page by default.
@@ -45,6 +46,21 @@ impl Row {
         Ok(Self { kind, problem, cache: CacheKind::Dense, page: 0 })
     }
 
+    /// Whole sequences of several lengths, one after another in one tensor.
+    fn packed(dims: Dims, dtype: Dtype, visibility: Visibility, lengths: Lengths) -> Result<Self> {
+        let ends = lengths.of(dims.batch).into_iter().scan(0usize, |total, len| {
+            *total = total.saturating_add(len);
+            Some(*total)
+        });
+        let cu_seqlens: Vec<usize> = std::iter::once(0).chain(ends).collect();
+        let total = cu_seqlens[dims.batch];
+        let mut desc = ProblemDesc::new(Dims { batch: 1, q_len: total, kv_len: total, ..dims }, dtype);
+        desc.visibility = visibility;
+        desc.sequences = Sequences::Packed { cu_seqlens_q: cu_seqlens.clone(), cu_seqlens_k: cu_seqlens };
+        let problem = desc.validate().map_err(Failure::new)?;
+        Ok(Self { kind: Kind::Prefill, problem, cache: CacheKind::Dense, page: 0 })
+    }
+
     /// One query, or a chunk of them, for each of several cached sequences.
     fn cached(
         args: &BenchArgs,
@@ -54,8 +70,7 @@ impl Row {
         lengths: Lengths,
     ) -> Result<Self> {
         let Lengths { low, high } = lengths;
-        let last = dims.batch.saturating_sub(1).max(1);
-        let mut lens: Vec<usize> = (0..dims.batch).map(|n| low + (high - low) * n / last).collect();
+        let mut lens = lengths.of(dims.batch);
         let q_len = args.queries.unwrap_or(1);
         if q_len > low {
             return Err(Failure::at(
@@ -95,12 +110,17 @@ impl Row {
         Ok(Self { kind: Kind::Decode, problem, cache, page })
     }
 
-    /// Number of keys: the sequence length of prefill, or the longest that a decode row sees.
+    /// Number of keys: the longest sequence of prefill, or the most that a decode row sees.
     pub(super) fn length(&self) -> usize {
         match self.cache {
             CacheKind::Ring => self.page,
+            _ if self.is_packed() => self.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0),
             _ => self.problem.dims().kv_len,
         }
+    }
+
+    fn is_packed(&self) -> bool {
+        matches!(self.problem.desc().sequences, Sequences::Packed { .. })
     }
 
     /// Whether two rows have the same problem and differ in the layout or the codecs of their caches.
@@ -129,7 +149,7 @@ impl Row {
     /// Name of the cache's layout, with the codecs if they are not the dtype.
     pub(super) fn layout(&self) -> String {
         let place = match self.cache {
-            CacheKind::Dense => "dense".to_owned(),
+            CacheKind::Dense => if self.is_packed() { "packed" } else { "dense" }.to_owned(),
             CacheKind::Contiguous => "contiguous".to_owned(),
             CacheKind::Paged => format!("paged({})", self.page),
             CacheKind::Ring => "ring".to_owned(),
@@ -141,10 +161,10 @@ impl Row {
         }
     }
 
-    /// Length of each cached sequence in tokens.
+    /// Length of each cached or packed sequence in tokens.
     pub(super) fn lens(&self) -> Option<Vec<usize>> {
         let lens = || self.problem.sequences().iter().map(|s| s.kv_len).collect();
-        (self.cache != CacheKind::Dense).then(lens)
+        (self.cache != CacheKind::Dense || self.is_packed()).then(lens)
     }
 
     /// Tokens that the sequences share.
@@ -228,10 +248,13 @@ fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
     for dtype in dtypes(args) {
         for head_dim in head_dims(args, &[64, 128]) {
             for &visibility in &visibilities {
-                for &length in &lengths {
-                    let length = one_length(length)?;
-                    for dims in dims(args, (8, 8), length, (length, head_dim)) {
-                        rows.push(Row::new(Kind::Prefill, dims, dtype, visibility)?);
+                for &lengths in &lengths {
+                    let Lengths { low, high } = lengths;
+                    for dims in dims(args, (8, 8), high, (high, head_dim)) {
+                        rows.push(match low == high {
+                            true => Row::new(Kind::Prefill, dims, dtype, visibility)?,
+                            false => Row::packed(dims, dtype, visibility, lengths)?,
+                        });
                     }
                 }
             }

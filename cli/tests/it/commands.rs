@@ -445,6 +445,9 @@ fn bench_measures_and_compares() {
         ["bench", "decode", "--cache", "ring,paged", "--batch", "3", "--seq", "100..900", "--head-dim", "32"];
     let rest = ["--dtype", "f32", "--min-time", "0.001", "--threads", "1", "--json"];
     assert_eq!(ok(&[&uneven[..], &rest].concat()).lines().count(), 2);
+    let packed = ["bench", "prefill", "--batch", "3", "--seq", "20..60", "--head-dim", "32", "--causal"];
+    let row = json(&[&packed[..], &rest].concat());
+    assert_eq!((&row["lens"], &row["layout"]), (&serde_json::json!([20, 40, 60]), &"packed".into()), "{row}");
     let args =
         ["bench", "decode", "--cache", "paged", "--batch", "3", "--seq", "400..600", "--shared", "300"];
     let rest = ["--head-dim", "32", "--dtype", "f32", "--min-time", "0.001", "--threads", "1"];
