@@ -13,9 +13,13 @@ constexpr int QUADS = VALUE_DIM / 4;
 struct PartialRow {
     float row_max, row_sum;
     float4 out;
-
-    DEVICE bool is_finite() const { return fabsf(out.x) < INF && fabsf(out.y) < INF && fabsf(out.z) < INF && fabsf(out.w) < INF; }
 };
+
+DEVICE bool is_finite(float4 x) { return fabsf(x.x) < INF && fabsf(x.y) < INF && fabsf(x.z) < INF && fabsf(x.w) < INF; }
+
+DEVICE void add_times(float4& sum, float4 x, float factor) {
+    sum.x = fmaf(x.x, factor, sum.x), sum.y = fmaf(x.y, factor, sum.y), sum.z = fmaf(x.z, factor, sum.z), sum.w = fmaf(x.w, factor, sum.w);
+}
 
 DEVICE float* partial_at(const ForwardParams& p, u32 partial) { return (float*)p.partials + (u64)partial * PARTIAL_STEP + value_team() * PARTIAL_FLOATS; }
 
@@ -29,17 +33,20 @@ DEVICE void store_partial(const ForwardParams& p, u32 partial, u32 row, u32 colu
     }
 }
 
+// Stores four columns of a row of a tile, times the row's factor and `unshrink`, in the output, whose row is at `to`.
+DEVICE void store_means(const ForwardParams& p, const WorkTile& work_tile, u64 to, u32 column, float4 x, float factor, float unshrink) {
+    u32 to_column = value_panel(work_tile) * VALUE_DIM + column;
+    if (to_column < p.value_dim)
+        store_columns4(p, to, to_column,
+                       make_float4(finite_mean(x.x, factor, unshrink), finite_mean(x.y, factor, unshrink),
+                                   finite_mean(x.z, factor, unshrink), finite_mean(x.w, factor, unshrink)));
+}
+
 // Stores four columns of a row of a tile in the output, times `unshrink`.
 DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 row, u32 column, PartialRow x, float unshrink) {
     QRow at = q_row(p, work_tile.kv_head, work_tile.row + row);
     RowEnd end = finish_row(p, work_tile, at, x.row_max, x.row_sum);
-    float factor = end.factor;
-    u32 to_column = value_panel(work_tile) * VALUE_DIM + column;
-    float4 o = x.out;
-    if (to_column < p.value_dim)
-        store_columns4(p, row_address(p.out, work_tile, at), to_column,
-                       make_float4(finite_mean(o.x, factor, unshrink), finite_mean(o.y, factor, unshrink),
-                                   finite_mean(o.z, factor, unshrink), finite_mean(o.w, factor, unshrink)));
+    store_means(p, work_tile, row_address(p.out, work_tile, at), column, x.out, end.factor, unshrink);
     if (column == 0) store_lse(p, work_tile, at, end.lse);
 }
 
@@ -73,111 +80,180 @@ DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const
     return *team.is_last;
 }
 
-// A lane's four columns of a row that is merged, `quad` fours from the row's start. The row is NONE where there is none.
-struct MergedQuad {
-    u32 row, quad;
-
-    DEVICE bool exists() const { return row != NONE && quad < QUADS; }
-};
-
-// Merges COUNT quads of `count` partials from `first` on, in the order of their keys; values times `by`, a power of two.
-template <int BATCH, int COUNT>
-DEVICE void merge_quads(const ForwardParams& p, u32 first, u32 count, const MergedQuad (&quads)[COUNT], float by, PartialRow (&sums)[COUNT]) {
+// Merges a row of `count` partials from `first` on in the order of their keys, four columns a lane; values times `by`, a power of two.
+template <int BATCH>
+DEVICE PartialRow merge_row(const ForwardParams& p, u32 first, u32 count, u32 row, u32 quad, float by) {
     const float* partials = partial_at(p, first);
-    const u32 lane = threadIdx.x % 32;
-#pragma unroll
-    for (PartialRow& sum : sums) sum = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
+    const float *out_at = partials + row * VALUE_DIM + quad * 4, *row_max_at = partials + PARTIAL_ROW_MAX + row;
+    u32 lane = threadIdx.x % 32;
+    PartialRow sum = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll 1
     for (u32 n = 0; n < count; n += BATCH) {
         // All loads of a batch are issued before any of them is used. A lane loads row_max and row_sum of one partial.
-        const u32 rest = count - n;
-        float4 out[COUNT][BATCH];
-        float row_max[COUNT], row_sum[COUNT];
+        u32 rest = count - n;
+        float4 out[BATCH];
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const MergedQuad at = quads[c];
-            const float* row_max_at = partials + (u64)(n + lane) * PARTIAL_STEP + PARTIAL_ROW_MAX + at.row;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                out[c][i] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (i < rest && at.exists()) out[c][i] = __ldcg((const float4*)(partials + (u64)(n + i) * PARTIAL_STEP + at.row * VALUE_DIM + at.quad * 4));
-            }
-            const bool exists = at.row != NONE && lane < BATCH && lane < rest;
-            row_max[c] = exists ? __ldcg(row_max_at) : -INF;
-            row_sum[c] = exists ? __ldcg(row_max_at + BLOCK_M) : 0.f;
+        for (int i = 0; i < BATCH; i++) {
+            out[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (i < rest && quad < QUADS) out[i] = __ldcg((const float4*)(out_at + (u64)(n + i) * PARTIAL_STEP));
         }
+        bool exists = lane < BATCH && lane < rest;
+        float row_max = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP) : -INF;
+        float row_sum = exists ? __ldcg(row_max_at + (u64)(n + lane) * PARTIAL_STEP + BLOCK_M) : 0.f;
+        float max = row_max;
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            PartialRow& sum = sums[c];
-            float max = row_max[c], added = row_sum[c];
+        for (int i = 16; i; i /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, i));
+        max = fmaxf(max, sum.row_max);
+        float shift = max == -INF ? 0.f : max, old_factor = exp2_approx(sum.row_max - shift), factor = exp2_approx(row_max - shift);
+        row_sum *= factor;
 #pragma unroll
-            for (int i = 16; i; i /= 2) max = fmaxf(max, __shfl_xor_sync(ALL_LANES, max, i));
-            max = fmaxf(max, sum.row_max);
-            const float shift = max == -INF ? 0.f : max, old_factor = exp2_approx(sum.row_max - shift), factor = exp2_approx(row_max[c] - shift);
-            added *= factor;
+        for (int i = 16; i; i /= 2) row_sum += __shfl_xor_sync(ALL_LANES, row_sum, i);
+        sum.row_max = max;
+        sum.row_sum = fmaf(sum.row_sum, old_factor, row_sum);
+        sum.out.x *= old_factor, sum.out.y *= old_factor, sum.out.z *= old_factor, sum.out.w *= old_factor;
 #pragma unroll
-            for (int i = 16; i; i /= 2) added += __shfl_xor_sync(ALL_LANES, added, i);
-            sum.row_max = max;
-            sum.row_sum = fmaf(sum.row_sum, old_factor, added);
-            sum.out.x *= old_factor, sum.out.y *= old_factor, sum.out.z *= old_factor, sum.out.w *= old_factor;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const float4 x = out[c][i];
-                const float of_partial = __shfl_sync(ALL_LANES, factor * by, i);
-                sum.out.x = fmaf(x.x, of_partial, sum.out.x);
-                sum.out.y = fmaf(x.y, of_partial, sum.out.y);
-                sum.out.z = fmaf(x.z, of_partial, sum.out.z);
-                sum.out.w = fmaf(x.w, of_partial, sum.out.w);
-            }
+        for (int i = 0; i < BATCH; i++) {
+            add_times(sum.out, out[i], __shfl_sync(ALL_LANES, factor * by, i));
         }
     }
+    return sum;
 }
 
-// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output. A lane merges COUNT quads at a
-// time: the more, the more loads are under way.
-template <int BATCH, int COUNT>
+// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output.
+template <int BATCH>
 DEVICE void merge_partials(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, u32 first, u32 count, u32 to) {
     constexpr u32 ROW_UNITS = (QUADS + 31) / 32;
-    const u32 lane = threadIdx.x % 32, units = team.rows * ROW_UNITS;
-#pragma unroll 1
-    for (u32 unit = team.warp; unit < units; unit += team.warps * COUNT) {
-        MergedQuad quads[COUNT];
-#pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const u32 own = unit + c * team.warps;
-            quads[c] = {own < units ? team.first_row + own / ROW_UNITS : NONE, own % ROW_UNITS * 32 + lane};
+    u32 lane = threadIdx.x % 32;
+    for (u32 unit = team.warp; unit < team.rows * ROW_UNITS; unit += team.warps) {
+        u32 row = team.first_row + unit / ROW_UNITS, quad = unit % ROW_UNITS * 32 + lane;
+        PartialRow sum = merge_row<BATCH>(p, first, count, row, quad, 1.f);
+        float unshrink = 1.f;
+        // Sums of groups may have overflowed as well: the splits themselves are merged.
+        if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, quad < QUADS && !is_finite(sum.out))) {
+            PartialRow shrunk = merge_row<1>(p, work_tile.first_partial, num_splits(work_tile), row, quad, SHRINK);
+            if (!is_finite(sum.out)) sum = shrunk, unshrink = 1.f / SHRINK;
         }
-        PartialRow sums[COUNT];
-        merge_quads<BATCH>(p, first, count, quads, 1.f, sums);
+        if (quad >= QUADS) continue;
+        if (to == NONE) store_merged(p, work_tile, row, quad * 4, sum, unshrink);
+        else store_partial(p, to, row, quad * 4, sum);
+    }
+}
+
+// Some rows of a tile, at most one for each lane of a warp, and the rows' row_max.
+struct LaneRows {
+    u32 first, count;
+    float row_max;
+};
+
+// Sums of COUNT rows, `from` the warp's row on, over `count` partials: four columns a lane, times `by` and what brings a partial's row_max to
+// the row's.
+template <int BATCH, int COUNT>
+DEVICE void sum_partials(const float* partials, u32 count, const LaneRows& rows, u32 from, u32 quad, float by, float4 (&sums)[COUNT]) {
+    const u32 lane = threadIdx.x % 32;
+    const float shift = rows.row_max == -INF ? 0.f : rows.row_max;
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const MergedQuad at = quads[c];
-            PartialRow& sum = sums[c];
-            float unshrink = 1.f;
-            // Sums of groups may have overflowed as well: the splits themselves are merged.
-            if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, at.exists() && !sum.is_finite())) {
-                PartialRow shrunk[1];
-                const MergedQuad again[1] = {at};
-                merge_quads<1>(p, work_tile.first_partial, num_splits(work_tile), again, SHRINK, shrunk);
-                if (!sum.is_finite()) sum = shrunk[0], unshrink = 1.f / SHRINK;
+    for (int c = 0; c < COUNT; c++) sums[c] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (u32 n = 0; n < count; n += BATCH) {
+        // All loads of a batch are issued before any of them is used.
+        float4 x[COUNT][BATCH];
+        float factor[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float* partial = partials + (u64)(n + i) * PARTIAL_STEP;
+            const bool exists = n + i < count;
+            factor[i] = exists && lane < rows.count ? __ldcg(partial + PARTIAL_ROW_MAX + rows.first + lane) : -INF;
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) {
+                x[c][i] = make_float4(0.f, 0.f, 0.f, 0.f);
+                if (exists && from + c < rows.count && quad < QUADS) x[c][i] = __ldcg((const float4*)(partial + (rows.first + from + c) * VALUE_DIM + quad * 4));
             }
-            if (!at.exists()) continue;
-            if (to == NONE) store_merged(p, work_tile, at.row, at.quad * 4, sum, unshrink);
-            else store_partial(p, to, at.row, at.quad * 4, sum);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            factor[i] = exp2_approx(factor[i] - shift) * by;
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) add_times(sums[c], x[c][i], __shfl_sync(ALL_LANES, factor[i], from + c));
         }
     }
 }
 
-// What the N threads of a team do when they have stored a partial: those that come last merge all of them.
-template <int N, int BATCH, int COUNT = 1>
-DEVICE void merge_if_last(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team) {
+// `merge_partials` for teams with many rows. A lane finds the maximum, the sum and the end of a row of its own, all at once; there a lane has
+// one partial of one row after another.
+template <int BATCH, int COUNT>
+DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, u32 first, u32 count, u32 to) {
+    const u32 lane = threadIdx.x % 32, share = (team.rows + team.warps - 1) / team.warps, before = team.warp * share;
+    const u32 rest = before < team.rows ? team.rows - before : 0;
+    LaneRows rows = {team.first_row + before, rest < share ? rest : share, -INF};
+    const float* partials = partial_at(p, first);
+    const bool own = lane < rows.count;
+    float row_sum = 0.f;
+#pragma unroll 1
+    for (u32 n = 0; n < count; n += BATCH) {
+        float row_maxs[BATCH], row_sums[BATCH], max = rows.row_max;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float* at = partials + (u64)(n + i) * PARTIAL_STEP + PARTIAL_ROW_MAX + rows.first + lane;
+            const bool exists = own && n + i < count;
+            row_maxs[i] = exists ? __ldcg(at) : -INF;
+            row_sums[i] = exists ? __ldcg(at + BLOCK_M) : 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) max = fmaxf(max, row_maxs[i]);
+        const float shift = max == -INF ? 0.f : max;
+        row_sum *= exp2_approx(rows.row_max - shift);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) row_sum = fmaf(row_sums[i], exp2_approx(row_maxs[i] - shift), row_sum);
+        rows.row_max = max;
+    }
+    RowEnd end = {0.f, 0.f};
+    u64 address = 0;
+    if (own && to == NONE) {
+        QRow at = q_row(p, work_tile.kv_head, work_tile.row + rows.first + lane);
+        end = finish_row(p, work_tile, at, rows.row_max, row_sum);
+        address = row_address(p.out, work_tile, at);
+        store_lse(p, work_tile, at, end.lse);
+    }
+#pragma unroll 1
+    for (u32 from = 0; from < rows.count; from += COUNT) {
+#pragma unroll 1
+        for (u32 quad = lane; quad < (QUADS + 31) / 32 * 32; quad += 32) {
+            float4 sums[COUNT];
+            sum_partials<BATCH>(partials, count, rows, from, quad, 1.f, sums);
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) {
+                const u32 source = from + c;
+                if (source >= rows.count) break;
+                if (to != NONE) {
+                    PartialRow row = {__shfl_sync(ALL_LANES, rows.row_max, source), __shfl_sync(ALL_LANES, row_sum, source), sums[c]};
+                    if (quad < QUADS) store_partial(p, to, rows.first + source, quad * 4, row);
+                    continue;
+                }
+                float unshrink = 1.f;
+                // Sums of groups may have overflowed as well: the splits themselves are merged.
+                if (CAN_OVERFLOW && __any_sync(ALL_LANES, !is_finite(sums[c]))) {
+                    float4 shrunk[1];
+                    sum_partials<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), rows, source, quad, SHRINK, shrunk);
+                    if (!is_finite(sums[c])) sums[c] = shrunk[0], unshrink = 1.f / SHRINK;
+                }
+                const u32 low = __shfl_sync(ALL_LANES, (u32)address, source), high = __shfl_sync(ALL_LANES, (u32)(address >> 32), source);
+                const float factor = __shfl_sync(ALL_LANES, end.factor, source);
+                if (quad < QUADS) store_means(p, work_tile, (u64)high << 32 | low, quad * 4, sums[c], factor, unshrink);
+            }
+        }
+    }
+}
+
+// What the N threads of a team do when they have stored a partial: those that come last merge all of them, `merge(first, count, to)`.
+template <int N, typename Merge>
+DEVICE void merge_if_last(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, Merge merge) {
     u32 first = work_tile.first_partial, count = num_splits(work_tile);
     if (work_tile.splits & SPLITS_GROUPED) {
         u32 group = (work_tile.partial - first) / MERGE_GROUP, rest = count - group * MERGE_GROUP, size = rest < MERGE_GROUP ? rest : MERGE_GROUP;
         if (!is_last_split<N>(p, (work_tile.counter + 1 + group) * team.teams + team.team, size, team)) return;
-        merge_partials<(BATCH < MERGE_GROUP ? BATCH : MERGE_GROUP), COUNT>(p, work_tile, team, first + group * MERGE_GROUP, size, first + count + group);
+        merge(first + group * MERGE_GROUP, size, first + count + group);
         first += count;
         count = (count + MERGE_GROUP - 1) / MERGE_GROUP;
     }
-    if (is_last_split<N>(p, work_tile.counter * team.teams + team.team, count, team)) merge_partials<BATCH, COUNT>(p, work_tile, team, first, count, NONE);
+    if (is_last_split<N>(p, work_tile.counter * team.teams + team.team, count, team)) merge(first, count, NONE);
 }

@@ -5,7 +5,7 @@
 
 // row_max may grow by this power of 2 before what was accumulated is scaled: probabilities are at most 2^8, which every dtype holds, and
 // most tiles scale nothing.
-constexpr float RESCALE_THRESHOLD = 8.f;
+constexpr float RESCALE_THRESHOLD = 8.f, MAX_PROB = 256.f;
 // Whether the output is scaled before probabilities are computed, which takes fewer registers, or after, which leaves one sequence of
 // instructions without a branch.
 constexpr bool RESCALE_FIRST = MMA_M * PV_MMA_N >= 32;
@@ -316,6 +316,17 @@ DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, float
             }
         }
     }
+}
+
+// Whether a lane's sums of probabilities of a tile show that a row's row_max is too small for it, or is not found yet. Where they do not, no
+// probability is larger than 2^RESCALE_THRESHOLD.
+DEVICE bool row_max_is_exceeded(const RowStats& acc, const float (&sums)[MMA_M][2]) {
+    bool exceeds = false;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) exceeds |= acc.row_max[m][half] == -INF || !(sums[m][half] <= MAX_PROB);
+    return exceeds;
 }
 
 // Scores of a tile to probabilities; what was accumulated before is scaled where row_max grows.

@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) forward(con
         epilogue(p, work_tile, memory.results, rows);
         if (work_tile.splits > 1) {
             MergeTeam team = {0, 1, memory.is_last_split, 0, 0, rows, warp, WARPS};
-            merge_if_last<THREADS, 32>(p, work_tile, team);
+            merge_if_last<THREADS>(p, work_tile, team, [&](u32 first, u32 count, u32 to) { merge_partials<32>(p, work_tile, team, first, count, to); });
         }
         if (!work_tile.next) return;
         entry = work_tile.next;

@@ -192,7 +192,7 @@ DEVICE void store_and_merge(const Warp& warp, const WorkTile& work_tile, const O
     u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
     MergeTeam team = {warp.team, TEAMS, warp.memory.flags.is_last_split + warp.team, TEAM_BARRIER + (int)warp.team,
                       first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_if_last<TEAM_THREADS, 16>(warp.p, work_tile, team);
+    merge_if_last<TEAM_THREADS>(warp.p, work_tile, team, [&](u32 first, u32 count, u32 to) { merge_partials<16>(warp.p, work_tile, team, first, count, to); });
 }
 
 // ---- the products

@@ -17,12 +17,12 @@ static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_T
 // with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = TEAMS == 3 ? 32 : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
-constexpr int MATH_REGISTERS = TEAMS == 3 ? 160 : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
+constexpr int COPY_REGISTERS = TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
+constexpr int MATH_REGISTERS = TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
-// Partials that a lane loads at a time where they are merged, and of how many quads.
-constexpr int MERGE_BATCH = 8, MERGE_QUADS = 2;
+// Partials that a lane loads at a time where they are merged, and of how many rows.
+constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : VALUE_DIM == 128 && !COPIES_MORE ? 4 : 2;
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next.
 constexpr int LISTED = 2;
@@ -295,7 +295,7 @@ struct Team {
         float(&c)[WARP_KEYS / 2] = (float(&)[WARP_KEYS / 2])scores;
         u32 q_at = shared_address(memory.q) + part * (TEAM_ROWS * PANEL_ROW_BYTES);
         // Else the compiler keeps the descriptors of all steps in registers, and spills.
-        if (HEAD_DIM > 192) q_at = opaque(q_at);
+        q_at = opaque(q_at);
         const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * KTile::BYTES + value_team() * (WARP_KEYS * PANEL_ROW_BYTES));
         pin_registers(c);
         wgmma_fence();
@@ -307,9 +307,15 @@ struct Team {
 
     // Waits until the scores are there: all products but PENDING groups of later ones.
     template <int PENDING>
-    DEVICE void wait_qk(Scores& scores, u32 stage) const {
+    DEVICE void wait_scores(Scores& scores) const {
         wgmma_wait<PENDING>();
         pin_registers((float(&)[WARP_KEYS / 2])scores);
+    }
+
+    // Waits until the scores are there, and lets their keys go.
+    template <int PENDING>
+    DEVICE void wait_qk(Scores& scores, u32 stage) const {
+        wait_scores<PENDING>(scores);
         arrive(memory.barriers.k_empty + stage);
     }
 
@@ -353,7 +359,7 @@ DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftm
     u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
     MergeTeam merge = {team.team, TEAMS, team.memory.is_last_split + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_if_last<WARPGROUP_THREADS, MERGE_BATCH, MERGE_QUADS>(p, work_tile, merge);
+    merge_if_last<WARPGROUP_THREADS>(p, work_tile, merge, [&](u32 first, u32 count, u32 to) { merge_rows<MERGE_BATCH, MERGE_ROWS>(p, work_tile, merge, first, count, to); });
 }
 
 // The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.

@@ -98,25 +98,49 @@ struct Stream {
     // tile before, of the same work tile, are multiplied.
     template <bool MASKED>
     DEVICE void multiply_and_softmax(const Team& team, TileRows tile, u32 count) {
+        const ForwardParams& p = team.params.forward;
         wait_k(team);
 #pragma unroll 1
         for (; count; count--) {
             start_qk_and_pv(team);
-            team.wait_qk<1>(scores, k_at.stage());
+            const u32 stage = k_at.stage();
+            team.wait_scores<1>(scores);
+            if (MASKED) team.arrive(team.memory.barriers.k_empty + stage);
             k_at.advance();
             // Asked for early: the answer takes a while.
             const bool waits_k = count > 1 && !has_k(team);
-            mask_scores<MASKED>(team.params.forward, scores, tile.rows, tile.key0);
-            tile.key0 += BLOCK_N;
-            Rescale rescale;
             float sums[1][2] = {};
-            begin_softmax(team.params.forward, acc, scores, rescale, sums);
-            // No sum is negative, but the compiler does not know that: probabilities stay before the branch, and the wait for products
-            // behind it.
-            if (waits_k || sums[0][0] + sums[0][1] < 0.f) wait_k(team);
-            team.wait_pv(acc, v_at.stage());
+            if constexpr (MASKED) {
+                mask_scores<true>(p, scores, tile.rows, tile.key0);
+                tile.key0 += BLOCK_N;
+                Rescale rescale;
+                begin_softmax(p, acc, scores, rescale, sums);
+                // No sum is negative, but the compiler does not know that: probabilities stay before the branch, and the wait for products
+                // behind it.
+                if (waits_k || sums[0][0] + sums[0][1] < 0.f) wait_k(team);
+                team.wait_pv(acc, v_at.stage());
+                end_softmax(acc, scores, probs, rescale, sums);
+            } else {
+                exponentiate(acc, scores, p.scale, sums);
+                pin_registers((float(&)[BLOCK_N / 2])scores);
+                if (named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_exceeded(acc, sums))) {
+                    team.wait_pv(acc, v_at.stage());
+                    team.start_qk(scores, uniform(stage));
+                    team.wait_qk<0>(scores, stage);
+                    Rescale rescale;
+                    float again[1][2] = {};
+                    begin_softmax(p, acc, scores, rescale, again);
+                    end_softmax(acc, scores, probs, rescale, again);
+                } else {
+                    team.arrive(team.memory.barriers.k_empty + stage);
+                    team.wait_pv(acc, v_at.stage());
+#pragma unroll
+                    for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
+                    probs.set(scores);
+                }
+                if (waits_k) wait_k(team);
+            }
             v_at.advance();
-            end_softmax(acc, scores, probs, rescale, sums);
         }
     }
 };
