@@ -94,7 +94,10 @@ impl Sm90Kernel {
                 }
                 vec![tile]
             }
-            None => candidates(head_dim, value_dim, has_bias),
+            None => {
+                let rows = problem.sequences().iter().map(|s| s.q_len.saturating_mul(dims.gqa_group()));
+                candidates(head_dim, value_dim, has_bias, rows)
+            }
         };
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
         let kernels = candidates.into_iter().map(with);

@@ -112,14 +112,19 @@ impl Sm90Tile {
     }
 }
 
-/// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups
-/// then, or fewer keys.
-pub(super) fn candidates(head_dim: usize, value_dim: usize, has_bias: bool) -> Vec<Sm90Tile> {
+/// Tiles for dimensions that the kernels are compiled for and for sequences of so many `rows` each, best first. What modifies scores takes
+/// registers: there are fewer warpgroups then, or fewer keys.
+pub(super) fn candidates(
+    head_dim: usize,
+    value_dim: usize,
+    has_bias: bool,
+    rows: impl Iterator<Item = usize> + Clone,
+) -> Vec<Sm90Tile> {
     if head_dim.max(value_dim) > MAX_NARROW_DIM {
         return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
     }
     let best = match head_dim.max(value_dim) {
-        0..=64 if !has_bias => &[(3, 112)][..],
+        0..=64 if !has_bias && !is_mostly_padding(rows) => &[(3, 112)][..],
         0..=128 => &[(2, 128)],
         129..=192 if value_dim <= 128 => &[(2, 128)],
         129..=192 => &[(2, 96)],
@@ -130,15 +135,37 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, has_bias: bool) -> V
     shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
 }
 
+/// Whether three warpgroups would compute so many more rows than two, which exist as little, that they are slower: a row takes them 0.87 to
+/// 0.92 of the time.
+fn is_mostly_padding(rows: impl Iterator<Item = usize> + Clone) -> bool {
+    let computed = |warpgroups: usize| -> usize {
+        rows.clone().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS)).fold(0, usize::saturating_add)
+            * warpgroups
+    };
+    computed(3).saturating_mul(10) > computed(2).saturating_mul(11)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Candidates for long sequences.
+    fn of(head_dim: usize, value_dim: usize, has_bias: bool) -> Vec<Sm90Tile> {
+        candidates(head_dim, value_dim, has_bias, std::iter::once(16_384))
+    }
+
+    #[test]
+    fn three_warpgroups_are_for_rows_that_exist() {
+        for (rows, warpgroups) in [(1024, 2), (1152, 3), (1536, 3), (640, 2), (2048, 3)] {
+            assert_eq!(candidates(64, 64, false, [rows; 3].into_iter())[0].warpgroups, warpgroups, "{rows}");
+        }
+    }
 
     #[test]
     fn kernels_have_every_candidate() {
         for head_dim in (32..=512).step_by(32) {
             for value_dim in (32..=512).step_by(32) {
-                for tile in [false, true].into_iter().flat_map(|bias| candidates(head_dim, value_dim, bias)) {
+                for tile in [false, true].into_iter().flat_map(|bias| of(head_dim, value_dim, bias)) {
                     tile.check().unwrap_or_else(|why| panic!("{head_dim} {value_dim}: {tile:?}: {why}"));
                 }
             }
@@ -157,7 +184,7 @@ mod tests {
             (224, 128, Sm90Tile::new(2, 80, 2)),
             (256, 256, Sm90Tile::new(2, 80, 2)),
         ] {
-            let tiles = candidates(head_dim, value_dim, false);
+            let tiles = of(head_dim, value_dim, false);
             assert_eq!(tiles[0], best, "{head_dim} {value_dim}");
             assert_eq!(tiles[1..], [Sm90Tile::new(2, 64, 2), Sm90Tile::new(2, 32, 2)]);
         }
@@ -165,8 +192,8 @@ mod tests {
 
     #[test]
     fn biases_take_registers() {
-        assert_eq!(candidates(64, 64, true)[0], Sm90Tile::new(2, 128, 2));
-        assert_eq!(candidates(256, 256, true)[0], Sm90Tile::new(2, 48, 2));
+        assert_eq!(of(64, 64, true)[0], Sm90Tile::new(2, 128, 2));
+        assert_eq!(of(256, 256, true)[0], Sm90Tile::new(2, 48, 2));
     }
 
     #[test]
