@@ -4,7 +4,7 @@
 // accumulators of `mma.cuh`.
 
 // row_max may grow by this power of 2 before what was accumulated is scaled: probabilities are at most 2^8, which every dtype holds, and
-// most tiles scale nothing.
+// most tiles scale nothing. MAX_PROB is 2 to that power.
 constexpr float RESCALE_THRESHOLD = 8.f, MAX_PROB = 256.f;
 // Whether the output is scaled before probabilities are computed, which takes fewer registers, or after, which leaves one sequence of
 // instructions without a branch.

@@ -1,7 +1,8 @@
 // Prefill for compute capability 9.0 by teams with 64 rows each.
 //
 // A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes
-// the next probabilities while the second runs. With PING_PONG the teams start their products in turn, so that one team multiplies while
+// the next probabilities while the second runs. It takes the row_max of the tiles before, and finds out from the sums whether that was large
+// enough; if not, which is rare, it computes the scores again. With PING_PONG the teams start their products in turn, so that one team multiplies while
 // another computes probabilities.
 
 // Starts out += probs v.
@@ -95,7 +96,7 @@ struct Stream {
     }
 
     // `multiply` and `softmax` of `count` tiles without biases, the first of them `tile`. Probabilities are computed while the values of the
-    // tile before, of the same work tile, are multiplied.
+    // tile before, of the same work tile, are multiplied. Tiles that are not MASKED do not look for their maxima first.
     template <bool MASKED>
     DEVICE void multiply_and_softmax(const Team& team, TileRows tile, u32 count) {
         const ForwardParams& p = team.params.forward;
@@ -123,6 +124,7 @@ struct Stream {
             } else {
                 exponentiate(acc, scores, p.scale, sums);
                 pin_registers((float(&)[BLOCK_N / 2])scores);
+                // The whole team votes: it computes scores together.
                 if (named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_exceeded(acc, sums))) {
                     team.wait_pv(acc, v_at.stage());
                     team.start_qk(scores, uniform(stage));

@@ -112,7 +112,7 @@ impl Sm90Tile {
     }
 }
 
-/// Tiles for dimensions that the kernels are compiled for and for sequences of so many `rows` each, best first. What modifies scores takes
+/// Tiles for dimensions that the kernels are compiled for, best first; each sequence has its number of `rows`. What modifies scores takes
 /// registers: there are fewer warpgroups then, or fewer keys.
 pub(super) fn candidates(
     head_dim: usize,
@@ -124,7 +124,7 @@ pub(super) fn candidates(
         return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
     }
     let best = match head_dim.max(value_dim) {
-        0..=64 if !has_bias && !is_mostly_padding(rows) => &[(3, 112)][..],
+        0..=64 if !has_bias && !prefers_two_warpgroups(rows) => &[(3, 112)][..],
         0..=128 => &[(2, 128)],
         129..=192 if value_dim <= 128 => &[(2, 128)],
         129..=192 => &[(2, 96)],
@@ -135,9 +135,9 @@ pub(super) fn candidates(
     shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
 }
 
-/// Whether three warpgroups would compute so many more rows than two, which exist as little, that they are slower: a row takes them 0.87 to
-/// 0.92 of the time.
-fn is_mostly_padding(rows: impl Iterator<Item = usize> + Clone) -> bool {
+/// True if two warpgroups are faster than three for sequences of these numbers of rows. Three need 0.87 to 0.92 of the time for a row, but
+/// their tiles are larger, and may have more rows beyond the end of a sequence.
+fn prefers_two_warpgroups(rows: impl Iterator<Item = usize> + Clone) -> bool {
     let computed = |warpgroups: usize| -> usize {
         rows.clone().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS)).fold(0, usize::saturating_add)
             * warpgroups
