@@ -220,6 +220,18 @@ DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const 
         for (u32 quad = lane; quad < (QUADS + 31) / 32 * 32; quad += 32) {
             float4 sums[COUNT];
             sum_partials<BATCH>(partials, count, rows, from, quad, 1.f, sums);
+            float unshrink[COUNT];
+            bool all_finite = true;
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) unshrink[c] = 1.f, all_finite &= is_finite(sums[c]);
+            // Sums of groups may have overflowed as well: the splits themselves are merged.
+            if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, !all_finite)) {
+                float4 shrunk[COUNT];
+                sum_partials<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), rows, from, quad, SHRINK, shrunk);
+#pragma unroll
+                for (int c = 0; c < COUNT; c++)
+                    if (!is_finite(sums[c])) sums[c] = shrunk[c], unshrink[c] = 1.f / SHRINK;
+            }
 #pragma unroll
             for (int c = 0; c < COUNT; c++) {
                 const u32 source = from + c;
@@ -229,16 +241,9 @@ DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const 
                     if (quad < QUADS) store_partial(p, to, rows.first + source, quad * 4, row);
                     continue;
                 }
-                float unshrink = 1.f;
-                // Sums of groups may have overflowed as well: the splits themselves are merged.
-                if (CAN_OVERFLOW && __any_sync(ALL_LANES, !is_finite(sums[c]))) {
-                    float4 shrunk[1];
-                    sum_partials<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), rows, source, quad, SHRINK, shrunk);
-                    if (!is_finite(sums[c])) sums[c] = shrunk[0], unshrink = 1.f / SHRINK;
-                }
                 const u32 low = __shfl_sync(ALL_LANES, (u32)address, source), high = __shfl_sync(ALL_LANES, (u32)(address >> 32), source);
                 const float factor = __shfl_sync(ALL_LANES, end.factor, source);
-                if (quad < QUADS) store_means(p, work_tile, (u64)high << 32 | low, quad * 4, sums[c], factor, unshrink);
+                if (quad < QUADS) store_means(p, work_tile, (u64)high << 32 | low, quad * 4, sums[c], factor, unshrink[c]);
             }
         }
     }

@@ -22,7 +22,7 @@ constexpr int MATH_REGISTERS = TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 22
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
 // Partials that a lane loads at a time where they are merged, and of how many rows.
-constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : VALUE_DIM == 128 && !COPIES_MORE ? 4 : 2;
+constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : 2;
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next.
 constexpr int LISTED = 2;
