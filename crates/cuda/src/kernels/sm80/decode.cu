@@ -167,9 +167,9 @@ DEVICE void epilogue(const ForwardParams& p, const WorkTile& work_tile, const Wa
         u32 row = index / QUADS, column = index % QUADS * 4;
         PartialRow sum = merge_warps(results, row, column, 1.f);
         float unshrink = 1.f;
-        if (CAN_OVERFLOW && !sum.is_finite()) {
+        if (CAN_OVERFLOW && !is_finite(sum.out)) {
             PartialRow shrunk = merge_warps(results, row, column, SHRINK);
-            overflows |= shrunk.is_finite();
+            overflows |= is_finite(shrunk.out);
             if (!split) sum = shrunk, unshrink = 1.f / SHRINK;
         }
         if (split) store_partial(p, work_tile.partial, row, column, sum);
