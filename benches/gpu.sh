@@ -129,10 +129,15 @@ if wants prefill; then
     compare prefill "" prefill --head-dim 512 --heads 64 --kv-heads 1 --seq 8192 --causal
     dtype=f16 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
     dtype=f32 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
-    step "chunks of 256 queries over a cache; prefill of whole sequences in pages and without"
+    step "chunks of 256 queries over a cache"
     for s in 8192 32768 65536; do
         compare chunks "" decode --cache contiguous --queries 256 --head-dim 128 --heads 8 --kv-heads 1 --batch 1 --seq $s
     done
+    step "sequences of 256 to 8192 tokens: packed, and each by itself"
+    packed=(prefill --causal --head-dim 128 --heads 16)
+    compare packed "" "${packed[@]}" --batch 16 --seq 256..8192
+    compare packed "" "${packed[@]}" --seq 256,785,1314,1843,2372,2901,3430,3959,4488,5018,5547,6076,6605,7134,7663,8192
+    step "prefill of whole sequences in pages and without"
     for page in 16 64; do
         compare pages "" decode --cache contiguous,paged --page $page --queries 4096 --head-dim 128 --heads 16 --kv-heads 16 --batch 4 --seq 4096
     done
@@ -184,12 +189,16 @@ if wants start; then
     folder=$(mktemp -d)
     for state in cold warm; do
         # The compiler has a cache of its own, which would make a cold start warm.
-        CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench decode --backend cuda --dtype bf16 --head-dim 128 --seq 8192 --min-time 0.05 \
-            --json-lines "$out/start-$state.jsonl" > /dev/null
-        python3 -c "
+        for problem in "decode --seq 8192" "prefill --seq 2048 --heads 8 --causal"; do
+            CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench $problem --backend cuda --dtype bf16 --head-dim 128 --min-time 0.05 \
+                --json-lines "$folder/row.jsonl" > /dev/null
+            python3 -c "
 import json
-row = json.loads(open('$out/start-$state.jsonl').readline())
-print('$state: %.1f ms to the first launch, %.1f us of the host for each' % (row['prepare_seconds'] * 1e3, row['host_seconds'] * 1e6))"
+row = json.loads(open('$folder/row.jsonl').readline())
+print('$state, $problem: %.1f ms to the first launch, %.1f us of the host for each' % (row['prepare_seconds'] * 1e3, row['host_seconds'] * 1e6))"
+            cat "$folder/row.jsonl" >> "$out/start-$state.jsonl"
+            rm "$folder/row.jsonl"
+        done
     done
     rm -r "$folder"
 fi
@@ -197,6 +206,12 @@ fi
 if wants sanitize && command -v compute-sanitizer > /dev/null; then
     some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
     codes=quantized_ring_tq3,quantized_ring_mlx-tq6,quantized_centered_tq4,quantized_d3x1,quantized_steps_d128_tq4,quantized_steps_d128_fp8
+    if [ -n "${TESTS:-}" ]; then
+        step "memcheck, tiles of wgmma"
+        CARGO_MANIFEST_DIR=$root FLASHTILE_SHARD=10/200 compute-sanitizer --tool memcheck --error-exitcode 9 --kernel-name kns=forward \
+            "$TESTS" --nocapture the_catalogue_passes_with_tiles_of_wgmma > "$out/memcheck-wgmma.txt" 2>&1 || { tail -40 "$out/memcheck-wgmma.txt"; exit 1; }
+        grep -E "ERROR SUMMARY|^[0-9]+ passed" "$out/memcheck-wgmma.txt"
+    fi
     for tool in memcheck racecheck; do
         for kernels in native portable; do
             step "$tool, $kernels kernels"
