@@ -139,14 +139,14 @@ DEVICE void merge_partials(const ForwardParams& p, const WorkTile& work_tile, co
     }
 }
 
-// Some rows of a tile, at most one for each lane of a warp, and the rows' row_max.
+// Rows of a tile, at most one for each lane of a warp. A lane has the row_max of its own row.
 struct LaneRows {
     u32 first, count;
     float row_max;
 };
 
-// Sums of COUNT rows, `from` the warp's row on, over `count` partials: four columns a lane, times `by` and what brings a partial's row_max to
-// the row's.
+// Adds up COUNT rows, from the warp's row `from` on, over `count` partials: four columns a lane. Each partial is multiplied by `by` and scaled
+// from its own row_max to the row's.
 template <int BATCH, int COUNT>
 DEVICE void sum_partials(const float* partials, u32 count, const LaneRows& rows, u32 from, u32 quad, float by, float4 (&sums)[COUNT]) {
     const u32 lane = threadIdx.x % 32;
@@ -178,8 +178,8 @@ DEVICE void sum_partials(const float* partials, u32 count, const LaneRows& rows,
     }
 }
 
-// `merge_partials` for teams with many rows. A lane finds the maximum, the sum and the end of a row of its own, all at once; there a lane has
-// one partial of one row after another.
+// `merge_partials` for teams with many rows. Each lane finds row_max, row_sum and the factor of a row of its own; in `merge_partials` a warp
+// takes one row after another, and each lane has one partial of it.
 template <int BATCH, int COUNT>
 DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, u32 first, u32 count, u32 to) {
     const u32 lane = threadIdx.x % 32, share = (team.rows + team.warps - 1) / team.warps, before = team.warp * share;
@@ -249,7 +249,8 @@ DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const 
     }
 }
 
-// What the N threads of a team do when they have stored a partial: those that come last merge all of them, `merge(first, count, to)`.
+// Called by the N threads of a team when they have stored a partial. The last team to store one merges all of them: it calls
+// `merge(first, count, to)`, first for its group of splits if there are groups.
 template <int N, typename Merge>
 DEVICE void merge_if_last(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, Merge merge) {
     u32 first = work_tile.first_partial, count = num_splits(work_tile);

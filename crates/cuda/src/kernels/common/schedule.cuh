@@ -17,9 +17,9 @@ DEVICE u32 num_splits(const WorkTile& work_tile) { return work_tile.splits & ~SP
 DEVICE u32 row_count(const ForwardParams& p, const WorkTile& work_tile) { return work_tile.q_len * p.gqa_group.value; }
 
 // The rows of a work tile's tile, from its row `first` on and at most `most`, that exist.
-DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 most) {
+DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 first, u32 most) {
     u32 rest = row_count(p, work_tile) - work_tile.row;
-    return rest < most ? rest : most;
+    return rest <= first ? 0 : rest - first < most ? rest - first : most;
 }
 
 // The panel of values whose columns this thread's team computes.

@@ -29,6 +29,14 @@ DEVICE float finite_mean(float sum, float factor, float unshrink) {
 struct RowStats {
     float row_max[MMA_M][2], row_sum[MMA_M][2];
 
+    // Adds a tile's sums of probabilities.
+    DEVICE void add_to_row_sum(const float (&sums)[MMA_M][2]) {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) row_sum[m][half] += sums[m][half];
+    }
+
     // Adds up row_sum over all columns, and brings row_max to units of log2.
     DEVICE void reduce_row_sum(const ForwardParams& p) {
 #pragma unroll
@@ -318,8 +326,8 @@ DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, float
     }
 }
 
-// Whether a lane's sums of probabilities of a tile show that a row's row_max is too small for it, or is not found yet. Where they do not, no
-// probability is larger than 2^RESCALE_THRESHOLD.
+// Returns true if a row has no row_max yet, or if a lane's sum of a tile's probabilities exceeds MAX_PROB, so that row_max may be too small for
+// the tile. If it returns false, no probability exceeds MAX_PROB.
 DEVICE bool row_max_is_exceeded(const RowStats& acc, const float (&sums)[MMA_M][2]) {
     bool exceeds = false;
 #pragma unroll
@@ -341,8 +349,5 @@ DEVICE void online_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& s
     exponentiate(acc, s, scale, sums);
     probs.set(s);
     if (!RESCALE_FIRST) rescale_o(acc, rescale);
-#pragma unroll
-    for (int m = 0; m < MMA_M; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) acc.row_sum[m][half] += sums[m][half];
+    acc.add_to_row_sum(sums);
 }

@@ -355,8 +355,7 @@ DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftm
         return;
     }
     store_split(p, work_tile, team.first_row, acc);
-    u32 rest = row_count(p, work_tile) - work_tile.row, first_row = team.part * TEAM_ROWS;
-    u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
+    u32 first_row = team.part * TEAM_ROWS, rows = rows_of_tile(p, work_tile, first_row, TEAM_ROWS);
     MergeTeam merge = {team.team, TEAMS, team.memory.is_last_split + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
     merge_if_last<WARPGROUP_THREADS>(p, work_tile, merge, [&](u32 first, u32 count, u32 to) { merge_rows<MERGE_BATCH, MERGE_ROWS>(p, work_tile, merge, first, count, to); });

@@ -31,8 +31,7 @@ DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& sc
 
 DEVICE void end_softmax(OnlineSoftmax& acc, const Scores& scores, Probs& probs, const Rescale& rescale, const float (&sums)[1][2]) {
     rescale_o(acc, rescale);
-#pragma unroll
-    for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
+    acc.add_to_row_sum(sums);
     probs.set(scores);
 }
 
@@ -129,15 +128,11 @@ struct Stream {
                     team.wait_pv(acc, v_at.stage());
                     team.start_qk(scores, uniform(stage));
                     team.wait_qk<0>(scores, stage);
-                    Rescale rescale;
-                    float again[1][2] = {};
-                    begin_softmax(p, acc, scores, rescale, again);
-                    end_softmax(acc, scores, probs, rescale, again);
+                    softmax(p, tile, false);
                 } else {
                     team.arrive(team.memory.barriers.k_empty + stage);
                     team.wait_pv(acc, v_at.stage());
-#pragma unroll
-                    for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
+                    acc.add_to_row_sum(sums);
                     probs.set(scores);
                 }
                 if (waits_k) wait_k(team);

@@ -97,8 +97,7 @@ struct WideStream {
         update_shared_row_max(team, scale, rescale);
         exponentiate(acc, scores, scale, sums);
         rescale_o(acc, rescale);
-#pragma unroll
-        for (int half = 0; half < 2; half++) acc.row_sum[0][half] += sums[0][half];
+        acc.add_to_row_sum(sums);
         share_probs(team);
         multiply_values(team);
     }

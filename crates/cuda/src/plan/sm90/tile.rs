@@ -20,7 +20,7 @@ pub struct Sm90Tile {
     pub(crate) stages: usize,
     /// True if warpgroups take turns: one multiplies while the others compute probabilities.
     pub(crate) ping_pong: bool,
-    /// Whether two warpgroups share 64 rows, each with half of the keys of a tile and half of the columns of the output.
+    /// True if two warpgroups share 64 rows. Each computes the probabilities of half of a tile's keys, and half of the output's columns.
     pub(crate) shares_rows: bool,
 }
 
