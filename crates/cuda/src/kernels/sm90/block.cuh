@@ -282,6 +282,11 @@ struct Team {
         if (lane == 0) mbarrier_arrive(shared_address(barrier));
     }
 
+    // The team has computed its last scores of a work tile.
+    DEVICE void release_q() const {
+        if (TMA && params.q_box_positions) arrive(memory.barriers.q_empty + part);
+    }
+
     DEVICE void begin_turn() const {
         if (PING_PONG) named_barrier_sync<2 * WARPGROUP_THREADS>(TURN_BARRIER + team);
     }
@@ -371,6 +376,11 @@ struct FullBlocks {
         if (end > blocks) end = blocks;
         if (p.mask_every_tile) end = 0;
     }
+
+    // Returns true if a tile is to be masked. A materialised mask has its own answer.
+    DEVICE bool is_masked_tile(const ForwardParams& p, const WorkTile& work_tile, u32 block) const {
+        return Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < begin || block >= end;
+    }
 };
 
 // Ends a work tile: stores a warp's rows.
@@ -388,7 +398,28 @@ DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSof
     __syncwarp();
 }
 
-// Computes this block's work tiles: of prefill.cu or prefill_wide.cu.
+// Computes this block's work tiles. `stream.compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
+// if it masked a tile.
+template <typename Stream>
+DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
+    const ForwardParams& p = team.params.forward;
+    PrefillMemory& memory = team.memory;
+    RingStage<LISTED> tile_at;
+    for (;; tile_at.advance()) {
+        tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
+        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
+        if (work_tile.sequence == NONE) return;
+        const KeyBlocks blocks(p, work_tile);
+        const Row* rows = team.find_rows(work_tile);
+        stream.acc.reset();
+        team.wait_q(work_tile, q_parity(tile_at));
+        const bool any_masked = stream.compute(team, work_tile, blocks, rows);
+        end_work_tile(team, work_tile, stream.acc, any_masked);
+        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
+    }
+}
+
+// Of prefill.cu or prefill_wide.cu: what the teams do.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {

@@ -140,48 +140,38 @@ struct Stream {
             v_at.advance();
         }
     }
-};
 
-// Computes this block's work tiles.
-DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    const ForwardParams& p = params.forward;
-    const Team team(params, memory);
-    Stream stream;
-    RingStage<LISTED> tile_at;
-    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
-    for (;; tile_at.advance()) {
-        tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
-        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
-        if (work_tile.sequence == NONE) return;
-        const KeyBlocks blocks(p, work_tile);
-        const Row* rows = team.find_rows(work_tile);
-        stream.acc.reset();
+    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+        const ForwardParams& p = team.params.forward;
         bool any_masked = false;
-        team.wait_q(work_tile, q_parity(tile_at));
         for (u32 block = blocks.first; block < blocks.end;) {
             const bool first = block == blocks.first;
             // Found again for each tile, which takes no registers from products.
             const FullBlocks full(p, *opaque(&work_tile));
-            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
-            // Biases branch, and the compiler waits for products where it branches.
-            if (!Scoring::HAS_BIAS && !first) {
-                const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;
-                const TileRows tile = {rows, block * BLOCK_N};
-                if (masked) stream.multiply_and_softmax<true>(team, tile, end - block);
-                else stream.multiply_and_softmax<false>(team, tile, end - block);
-                any_masked |= masked;
-                block = end;
-                continue;
-            }
-            stream.multiply(team, true, !first);
-            stream.softmax(p, {rows, block * BLOCK_N}, masked);
+            const bool masked = full.is_masked_tile(p, work_tile, block);
             any_masked |= masked;
-            block = next_block(p, work_tile, block + 1, blocks.end);
+            const TileRows tile = {rows, block * BLOCK_N};
+            // Biases branch, and the compiler waits for products where it branches.
+            if (Scoring::HAS_BIAS || first) {
+                multiply(team, true, !first);
+                softmax(p, tile, masked);
+                block = next_block(p, work_tile, block + 1, blocks.end);
+            } else {
+                const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;
+                if (masked) multiply_and_softmax<true>(team, tile, end - block);
+                else multiply_and_softmax<false>(team, tile, end - block);
+                block = end;
+            }
         }
-        if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.part);
-        stream.multiply(team, false, true);
-        end_work_tile(team, work_tile, stream.acc, any_masked);
-        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
+        team.release_q();
+        multiply(team, false, true);
+        return any_masked;
     }
-}
+};
 
+DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
+    const Team team(params, memory);
+    Stream stream;
+    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
+    compute_work_tiles(team, stream);
+}

@@ -101,37 +101,28 @@ struct WideStream {
         share_probs(team);
         multiply_values(team);
     }
+
+    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+        const ForwardParams& p = team.params.forward;
+        bool any_masked = false;
+        for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
+            const FullBlocks full(p, *opaque(&work_tile));
+            const bool masked = full.is_masked_tile(p, work_tile, block);
+            step(team, rows, block, masked);
+            any_masked |= masked;
+        }
+        team.release_q();
+        // Sums over the keys of both teams.
+        float(&sums)[2] = acc.row_sum[0];
+        float other[2] = {sums[0], sums[1]};
+        exchange(team, other);
+        sums[0] += other[0], sums[1] += other[1];
+        return any_masked;
+    }
 };
 
-// Computes this block's work tiles.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    const ForwardParams& p = params.forward;
     const Team team(params, memory);
     WideStream stream;
-    RingStage<LISTED> tile_at;
-    for (;; tile_at.advance()) {
-        tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
-        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
-        if (work_tile.sequence == NONE) return;
-        const KeyBlocks blocks(p, work_tile);
-        const Row* rows = team.find_rows(work_tile);
-        stream.acc.reset();
-        bool any_masked = false;
-        team.wait_q(work_tile, q_parity(tile_at));
-        for (u32 block = blocks.first; block < blocks.end;) {
-            const FullBlocks full(p, *opaque(&work_tile));
-            const bool masked = Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < full.begin || block >= full.end;
-            stream.step(team, rows, block, masked);
-            any_masked |= masked;
-            block = next_block(p, work_tile, block + 1, blocks.end);
-        }
-        if (TMA && params.q_box_positions) team.arrive(memory.barriers.q_empty + team.part);
-        // Sums over the keys of both teams.
-        float(&sums)[2] = stream.acc.row_sum[0];
-        float other[2] = {sums[0], sums[1]};
-        stream.exchange(team, other);
-        sums[0] += other[0], sums[1] += other[1];
-        end_work_tile(team, work_tile, stream.acc, any_masked);
-        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
-    }
+    compute_work_tiles(team, stream);
 }
