@@ -136,7 +136,7 @@ if wants prefill; then
     step "sequences of 256 to 8192 tokens: packed, and each by itself"
     packed=(prefill --causal --head-dim 128 --heads 16)
     compare packed "" "${packed[@]}" --batch 16 --seq 256..8192
-    compare packed "" "${packed[@]}" --seq 256,785,1314,1843,2372,2901,3430,3959,4488,5018,5547,6076,6605,7134,7663,8192
+    compare packed "" "${packed[@]}" --seq 256,785,1314,1843,2372,2901,3430,3959,4488,5017,5546,6075,6604,7133,7662,8192
     step "prefill of whole sequences in pages and without"
     for page in 16 64; do
         compare pages "" decode --cache contiguous,paged --page $page --queries 4096 --head-dim 128 --heads 16 --kv-heads 16 --batch 4 --seq 4096

@@ -42,6 +42,10 @@ impl Row {
         let mut desc = ProblemDesc::new(dims, dtype);
         desc.visibility = visibility;
         desc.q_offset = Some(QOffset::BottomRight);
+        Self::without_cache(kind, desc)
+    }
+
+    fn without_cache(kind: Kind, desc: ProblemDesc) -> Result<Self> {
         let problem = desc.validate().map_err(Failure::new)?;
         Ok(Self { kind, problem, cache: CacheKind::Dense, page: 0 })
     }
@@ -57,8 +61,7 @@ impl Row {
         let mut desc = ProblemDesc::new(Dims { batch: 1, q_len: total, kv_len: total, ..dims }, dtype);
         desc.visibility = visibility;
         desc.sequences = Sequences::Packed { cu_seqlens_q: cu_seqlens.clone(), cu_seqlens_k: cu_seqlens };
-        let problem = desc.validate().map_err(Failure::new)?;
-        Ok(Self { kind: Kind::Prefill, problem, cache: CacheKind::Dense, page: 0 })
+        Self::without_cache(Kind::Prefill, desc)
     }
 
     /// One query, or a chunk of them, for each of several cached sequences.

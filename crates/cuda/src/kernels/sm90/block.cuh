@@ -21,7 +21,7 @@ constexpr int COPY_REGISTERS = TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 :
 constexpr int MATH_REGISTERS = TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
-// Partials that a lane loads at a time where they are merged, and of how many rows.
+// Partials that a lane loads at a time in a merge, and rows of each.
 constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : 2;
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next.
@@ -204,7 +204,7 @@ DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const 
     return entry;
 }
 
-// Copies the keys of this block's work tiles, their rows of q and their descriptions; or, VALUES, what their values are.
+// Copies descriptions, rows of q and keys of this block's work tiles, or, if VALUES, their values.
 template <typename T, bool VALUES>
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
