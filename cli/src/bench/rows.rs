@@ -52,6 +52,10 @@ impl Row {
 
     /// Whole sequences of several lengths, one after another in one tensor.
     fn packed(dims: Dims, dtype: Dtype, visibility: Visibility, lengths: Lengths) -> Result<Self> {
+        if dims.batch < 2 {
+            let Lengths { low, high } = lengths;
+            return Err(Failure::at("--seq", format_args!("{low}..{high} needs a --batch of 2 or more")));
+        }
         let ends = lengths.of(dims.batch).into_iter().scan(0usize, |total, len| {
             *total = total.saturating_add(len);
             Some(*total)

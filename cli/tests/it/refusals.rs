@@ -531,6 +531,7 @@ fn other_commands() {
         (vec!["bench", "--seq", "0"], "expected a whole number"),
         (vec!["bench", "--head-dim", "513"], "head_dim 513"),
         (vec!["bench", "decode", "--seq", "9..3"], "or LOW..HIGH"),
+        (vec!["bench", "prefill", "--seq", "3..9"], "--seq: 3..9 needs a --batch of 2 or more"),
         (
             vec!["bench", "decode", "--seq", "3..9"],
             "--seq: 3..9 needs a --cache, whose sequences may differ in length",
