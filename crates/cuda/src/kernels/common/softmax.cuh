@@ -37,6 +37,15 @@ struct RowStats {
             for (int half = 0; half < 2; half++) row_sum[m][half] += sums[m][half];
     }
 
+    // Gives rows that had none the row_max 0.
+    DEVICE void begin_at_zero() {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (row_max[m][half] == -INF) row_max[m][half] = 0.f;
+    }
+
     // Adds up row_sum over all columns, and brings row_max to units of log2.
     DEVICE void reduce_row_sum(const ForwardParams& p) {
 #pragma unroll
@@ -258,25 +267,25 @@ DEVICE void lane_row_max(const Scores& s, float (&tile_max)[MMA_M][2]) {
         for (int half = 0; half < 2; half++) tile_max[m][half] = fmaxf(chains[m][half][0], chains[m][half][1]);
 }
 
-// Raises a row's row_max to the maximum `x` of a tile where that exceeds it by more than the threshold.
-DEVICE void raise_row_max(RowStats& acc, int m, int half, float x, float scale, Rescale& rescale) {
-    float& row_max = acc.row_max[m][half];
-    bool grows = (x - row_max) * scale > RESCALE_THRESHOLD;
-    // From -inf, where nothing was accumulated yet, by 0.
-    rescale.factor[m][half] = grows ? exp2_approx((row_max - x) * scale) : 1.f;
+// Raises a row's row_max to the maximum `x` of a tile where that exceeds it by more than `threshold`. Returns the factor of what was
+// accumulated before: 0 where row_max was -inf.
+DEVICE float raise_row_max(float& row_max, float x, float scale, float threshold) {
+    const bool grows = (x - row_max) * scale > threshold;
+    const float factor = grows ? exp2_approx((row_max - x) * scale) : 1.f;
     if (grows) row_max = x;
+    return factor;
 }
 
-// Raises row_max to the maxima of a tile where they exceed it by more than the threshold; `scale` brings scores to units of log2. Where no
+// Raises row_max to the maxima of a tile where they exceed it by more than `threshold`; `scale` brings scores to units of log2. Where no
 // lane sees that, as in most tiles, lanes do not exchange their maxima.
-DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Rescale& rescale) {
+DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, float threshold, Rescale& rescale) {
     float tile_max[MMA_M][2];
     lane_row_max(s, tile_max);
     bool exceeds = false;
 #pragma unroll
     for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) exceeds |= (tile_max[m][half] - acc.row_max[m][half]) * scale > RESCALE_THRESHOLD;
+        for (int half = 0; half < 2; half++) exceeds |= (tile_max[m][half] - acc.row_max[m][half]) * scale > threshold;
     rescale.any = __any_sync(ALL_LANES, exceeds);
     if (!rescale.any) return;
 #pragma unroll
@@ -286,7 +295,7 @@ DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Res
             float x = tile_max[m][half];
             x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
             x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-            raise_row_max(acc, m, half, x, scale, rescale);
+            rescale.factor[m][half] = raise_row_max(acc.row_max[m][half], x, scale, threshold);
         }
     }
 }
@@ -326,15 +335,19 @@ DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, float
     }
 }
 
-// Returns true if a row has no row_max yet, or if a lane's sum of a tile's probabilities exceeds MAX_PROB, so that row_max may be too small for
-// the tile. If it returns false, no probability exceeds MAX_PROB.
-DEVICE bool row_max_is_exceeded(const RowStats& acc, const float (&sums)[MMA_M][2]) {
-    bool exceeds = false;
+// Returns true if row_max may be too small for a tile, or too large for a row that has seen no key before: if a lane's sum of probabilities
+// exceeds MAX_PROB, or is less than 1 with a row_max of -inf, for which `exponentiate` takes 0. If it returns false for all lanes of a row, 0 may
+// become such a row's row_max, and no probability exceeds MAX_PROB.
+DEVICE bool row_max_is_unfit(const RowStats& acc, const float (&sums)[MMA_M][2]) {
+    bool unfit = false;
 #pragma unroll
     for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) exceeds |= acc.row_max[m][half] == -INF || !(sums[m][half] <= MAX_PROB);
-    return exceeds;
+        for (int half = 0; half < 2; half++) {
+            const float sum = sums[m][half], least = acc.row_max[m][half] == -INF ? 1.f : 0.f;
+            unfit |= !(sum >= least && sum <= MAX_PROB);
+        }
+    return unfit;
 }
 
 // Scores of a tile to probabilities; what was accumulated before is scaled where row_max grows.
@@ -343,7 +356,7 @@ DEVICE void online_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& s
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
     mask_scores<MASKED>(p, s, tile.rows, tile.key0);
     Rescale rescale;
-    update_row_max(acc, s, scale, rescale);
+    update_row_max(acc, s, scale, RESCALE_THRESHOLD, rescale);
     if (RESCALE_FIRST) rescale_o(acc, rescale);
     float sums[MMA_M][2] = {};
     exponentiate(acc, s, scale, sums);

@@ -24,8 +24,8 @@ static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_RE
 // Partials that a lane loads at a time in a merge, and rows of each.
 constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : 2;
 
-// Descriptions of work tiles in shared memory: of the one that is computed, and the next.
-constexpr int LISTED = 2;
+// Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
+constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
@@ -220,11 +220,11 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
             kv.copies.wait(full, tile_at.parity());
         } else {
             kv.copies.wait(empty, tile_at.parity() ^ 1);
-            constexpr u32 WORDS = sizeof(WorkTile) / 16;
-            if (thread < WORDS)
+            if (thread < WORK_TILE_LOADERS) {
                 ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
+                mbarrier_arrive(full);
+            }
             sync_loaders();
-            if (thread == 0) mbarrier_arrive(full);
         }
         if (work_tile.sequence == NONE) break;
         const KeyBlocks blocks(p, work_tile);
@@ -395,7 +395,6 @@ DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSof
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
     store(team, work_tile, acc);
-    __syncwarp();
 }
 
 // Computes this block's work tiles. `stream.compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
@@ -415,6 +414,7 @@ DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
         team.wait_q(work_tile, q_parity(tile_at));
         const bool any_masked = stream.compute(team, work_tile, blocks, rows);
         end_work_tile(team, work_tile, stream.acc, any_masked);
+        __syncwarp();
         team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
     }
 }
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
         init(b.q_full, Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
-        init(b.work_tile_full, LISTED, 1), init(b.work_tile_empty, LISTED, WARPS + (LOADERS + 31) / 32);
+        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, WARPS + (LOADERS + 31) / 32);
         mbarrier_publish();
     }
     __syncthreads();

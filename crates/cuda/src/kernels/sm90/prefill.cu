@@ -2,7 +2,7 @@
 //
 // A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes
 // the next probabilities while the second runs. It takes the row_max of the tiles before, and finds out from the sums whether that was large
-// enough; if not, which is rare, it computes the scores again. With PING_PONG the teams start their products in turn, so that one team multiplies while
+// enough; if not, which is rare, it computes the scores again and raises row_max to their maxima. With PING_PONG the teams start their products in turn, so that one team multiplies while
 // another computes probabilities.
 
 // Starts out += probs v.
@@ -20,10 +20,11 @@ DEVICE void start_pv(const PrefillMemory& memory, OnlineSoftmax& acc, Probs& pro
     wgmma_commit();
 }
 
-// Scores to probabilities, in place; the output is to be scaled when the products that change it have ended.
-DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& scores, Rescale& rescale, float (&sums)[1][2]) {
+// Scores to probabilities, in place; row_max grows where a tile's maximum exceeds it by more than `threshold`. The output is to be scaled when
+// the products that change it have ended.
+DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& scores, float threshold, Rescale& rescale, float (&sums)[1][2]) {
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
-    update_row_max(acc, scores, scale, rescale);
+    update_row_max(acc, scores, scale, threshold, rescale);
     exponentiate(acc, scores, scale, sums);
     // The compiler would move what it can behind the wait for the products that run meanwhile.
     pin_registers((float(&)[BLOCK_N / 2])scores);
@@ -84,13 +85,13 @@ struct Stream {
         if (has_probs) v_at.advance();
     }
 
-    // Scores to probabilities.
-    DEVICE void softmax(const ForwardParams& p, const TileRows& tile, bool masked) {
+    // Scores to probabilities. A threshold of 0 gives every row the maximum of its scores so far as row_max.
+    DEVICE void softmax(const ForwardParams& p, const TileRows& tile, bool masked, float threshold) {
         Rescale rescale;
         float sums[1][2] = {};
         if (masked) mask_scores<true>(p, scores, tile.rows, tile.key0);
         else mask_scores<false>(p, scores, tile.rows, tile.key0);
-        begin_softmax(p, acc, scores, rescale, sums);
+        begin_softmax(p, acc, scores, threshold, rescale, sums);
         end_softmax(acc, scores, probs, rescale, sums);
     }
 
@@ -114,7 +115,7 @@ struct Stream {
                 mask_scores<true>(p, scores, tile.rows, tile.key0);
                 tile.key0 += BLOCK_N;
                 Rescale rescale;
-                begin_softmax(p, acc, scores, rescale, sums);
+                begin_softmax(p, acc, scores, RESCALE_THRESHOLD, rescale, sums);
                 // No sum is negative, but the compiler does not know that: probabilities stay before the branch, and the wait for products
                 // behind it.
                 if (waits_k || sums[0][0] + sums[0][1] < 0.f) wait_k(team);
@@ -124,14 +125,15 @@ struct Stream {
                 exponentiate(acc, scores, p.scale, sums);
                 pin_registers((float(&)[BLOCK_N / 2])scores);
                 // The whole team votes: it computes scores together.
-                if (named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_exceeded(acc, sums))) {
+                if (named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_unfit(acc, sums))) {
                     team.wait_pv(acc, v_at.stage());
                     team.start_qk(scores, uniform(stage));
                     team.wait_qk<0>(scores, stage);
-                    softmax(p, tile, false);
+                    softmax(p, tile, false, 0.f);
                 } else {
                     team.arrive(team.memory.barriers.k_empty + stage);
                     team.wait_pv(acc, v_at.stage());
+                    acc.begin_at_zero();
                     acc.add_to_row_sum(sums);
                     probs.set(scores);
                 }
@@ -154,7 +156,7 @@ struct Stream {
             // Biases branch, and the compiler waits for products where it branches.
             if (Scoring::HAS_BIAS || first) {
                 multiply(team, true, !first);
-                softmax(p, tile, masked);
+                softmax(p, tile, masked, RESCALE_THRESHOLD);
                 block = next_block(p, work_tile, block + 1, blocks.end);
             } else {
                 const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;

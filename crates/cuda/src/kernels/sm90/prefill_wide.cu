@@ -43,7 +43,10 @@ struct WideStream {
         float other[2] = {tile_max[0][0], tile_max[0][1]};
         exchange(team, other);
 #pragma unroll
-        for (int half = 0; half < 2; half++) raise_row_max(acc, 0, half, fmaxf(tile_max[0][half], other[half]), scale, rescale);
+        for (int half = 0; half < 2; half++) {
+            const float max = fmaxf(tile_max[0][half], other[half]);
+            rescale.factor[0][half] = raise_row_max(acc.row_max[0][half], max, scale, RESCALE_THRESHOLD);
+        }
     }
 
     // Writes the team's probabilities to shared memory, and waits for the other team's.
