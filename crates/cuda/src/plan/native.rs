@@ -182,8 +182,7 @@ fn launch(
     let assignment = match options.splits {
         Some(splits) => Assignment::even(work, &shape, splits.max(1)),
         None if work.len() >= room && !tile.warps_split_keys() => {
-            let row = (kernel.head_dim() + kernel.value_dim()) * problem.dtype().bytes();
-            let section = kernel.l2_share(facts) / row;
+            let section = kernel.section(facts, problem.dtype());
             match kernel.max_work_tiles() {
                 None => {
                     // Other numbers of keys need the same work tiles in number: a graph has captured it.

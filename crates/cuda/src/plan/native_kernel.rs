@@ -2,12 +2,16 @@
 
 use super::facts::{CudaFacts, NATIVE_CAPABILITY};
 use super::kernel::{CudaKernel, CudaTile};
-use super::schedule::TileShape;
+use super::schedule::{Section, TileShape};
 use super::sm80::{Sm80Kernel, Sm80Tile};
 use super::sm90::{Sm90Kernel, Sm90Tile};
 use super::work_tile::MAX_RECOMPUTED;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
+
+/// The most heads that `wgmma` kernels compute at a time. Of 2, 4, 6 and 8 none is best for every problem.
+const SM90_SECTION_HEADS: usize = 4;
 
 /// A kernel of a launch of a native plan. [`Display`](std::fmt::Display) is its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,12 +55,13 @@ impl NativeKernel {
         }
     }
 
-    /// Bytes of the second-level cache that keys and values of the heads that are computed at a time may fill. Blocks of threads of `wgmma`
-    /// kernels read them fast enough that less is better, measured on an H100: docs/kernels/hopper.md.
-    pub(super) const fn l2_share(self, facts: &CudaFacts) -> usize {
+    /// Heads that are computed at a time: so many that the second-level cache holds their keys and values. docs/kernels/hopper.md has
+    /// measurements.
+    pub(super) const fn section(self, facts: &CudaFacts, dtype: Dtype) -> Section {
+        let row = (self.head_dim() + self.value_dim()) * dtype.bytes();
         match self {
-            Self::Sm80(_) => facts.l2 / 2,
-            Self::Sm90(_) => facts.l2 / 64,
+            Self::Sm80(_) => Section { keys: facts.l2 / 2 / row, heads: usize::MAX },
+            Self::Sm90(_) => Section { keys: facts.l2 / row, heads: SM90_SECTION_HEADS },
         }
     }
 

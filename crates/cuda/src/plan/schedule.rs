@@ -158,7 +158,7 @@ impl Assignment {
     pub(super) fn whole(
         tiles: Vec<Tile>,
         block_k: usize,
-        section: usize,
+        section: Section,
         room: usize,
         max_work_tiles: usize,
     ) -> Self {
@@ -167,7 +167,7 @@ impl Assignment {
         let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
         // What blocks of threads have to do so far; of equal ones the first.
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
-        for tile in in_sections(tiles, section, 0) {
+        for tile in in_sections(&tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A tile's beginning and end take about as long as a block of keys. A block of threads with as many work tiles as it
@@ -184,11 +184,11 @@ impl Assignment {
     pub(super) fn queue(
         tiles: Vec<Tile>,
         shape: &TileShape,
-        section: usize,
+        section: Section,
         room: usize,
         cuts: bool,
     ) -> Self {
-        let mut tiles = in_sections(tiles, section, 2 * room);
+        let mut tiles = in_sections(&tiles, section, 2 * room);
         let mut assignment = Self::none();
         // The counter of the queue.
         assignment.used.counters = 1;
@@ -307,23 +307,30 @@ impl Assignment {
     }
 }
 
-/// Tiles in the order in which they are begun. Heads with at most `section` keys together are neighbours, so that keys are read from
-/// the second-level cache; among them the longest come first. The last `tail` tiles or more are one section, whose short tiles fill what
-/// the long ones leave at the end.
-fn in_sections(tiles: Vec<Tile>, section: usize, tail: usize) -> Vec<Tile> {
+/// Heads whose tiles are computed at a time, as many as reach one of these numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Section {
+    /// Keys of all heads, which the second-level cache holds.
+    pub(super) keys: usize,
+    pub(super) heads: usize,
+}
+
+/// Tiles in the order in which they are begun. The heads of a section are neighbours, so that keys are read from the second-level cache;
+/// among them the longest come first. The last `tail` tiles or more are one section, whose short tiles fill what the long ones leave at
+/// the end.
+fn in_sections(tiles: &[Tile], section: Section, tail: usize) -> Vec<Tile> {
     let tail = tiles.len().saturating_sub(tail);
     let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
-    let (mut number, mut filled, mut last) = (0, 0usize, None);
-    for (n, tile) in tiles.into_iter().enumerate() {
-        let head = (tile.sequence, tile.kv_head);
-        if last != Some(head) {
-            if filled >= section && n <= tail {
-                (number, filled) = (number + 1, 0);
-            }
-            filled += tile.keys.len().max(1);
-            last = Some(head);
+    let (mut number, mut keys, mut heads) = (0, 0usize, 0);
+    for head in tiles.chunk_by(|a, b| (a.sequence, a.kv_head) == (b.sequence, b.kv_head)) {
+        if (keys >= section.keys || heads >= section.heads) && sections.len() <= tail {
+            (number, keys, heads) = (number + 1, 0, 0);
         }
-        sections.push((number, tile));
+        let begin = head.iter().map(|tile| tile.keys.start).min().unwrap_or(0);
+        let end = head.iter().map(|tile| tile.keys.end).max().unwrap_or(0);
+        keys += end.saturating_sub(begin).max(1);
+        heads += 1;
+        sections.extend(head.iter().cloned().map(|tile| (number, tile)));
     }
     sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
     sections.into_iter().map(|(_, tile)| tile).collect()
@@ -402,6 +409,10 @@ impl Tile {
 mod tests {
     use super::*;
 
+    fn keys(keys: usize) -> Section {
+        Section { keys, heads: usize::MAX }
+    }
+
     fn tile(sequence: usize, keys: Range<usize>) -> Tile {
         Tile { sequence, full: keys.clone(), keys, count: 16, ..Tile::EMPTY }
     }
@@ -464,14 +475,14 @@ mod tests {
         for (room, max_work_tiles) in
             [1, 4, 100].into_iter().flat_map(|room| [1, 3, usize::MAX].map(|max| (room, max)))
         {
-            let assignment = Assignment::whole(tiles.clone(), 64, 1000, room, max_work_tiles);
+            let assignment = Assignment::whole(tiles.clone(), 64, keys(1000), room, max_work_tiles);
             assert!(assignment.blocks.iter().all(|b| (1..=max_work_tiles).contains(&b.len())));
             check(&assignment, &tiles);
             let rounds = tiles.len().div_ceil(room.saturating_mul(max_work_tiles));
             assert_eq!(assignment.blocks.len(), (room * rounds).min(tiles.len()));
         }
         for room in [1, 3, 100] {
-            let assignment = Assignment::queue(tiles.clone(), &SHAPE, 5000, room, false);
+            let assignment = Assignment::queue(tiles.clone(), &SHAPE, keys(5000), room, false);
             check(&assignment, &tiles);
             assert_eq!(assignment.blocks.len(), room.min(tiles.len()));
             // The first three heads have 5000 keys together, the last section has 2 * room tiles at least.
@@ -485,10 +496,27 @@ mod tests {
     }
 
     #[test]
+    fn sections_count_the_keys_of_a_head() {
+        // Three heads of four tiles that see 100 to 400 keys.
+        let tiles: Vec<Tile> =
+            (0..12).map(|n| Tile { row: n % 4, ..tile(n / 4, 0..100 * (n % 4 + 1)) }).collect();
+        let order = |section| {
+            let tiles = in_sections(&tiles, section, 0).into_iter();
+            tiles.map(|tile| (tile.sequence, tile.keys.end / 100)).collect::<Vec<_>>()
+        };
+        let head = |head: usize| [4, 3, 2, 1].map(|len| (head, len)).to_vec();
+        let first_two: Vec<_> = [4, 3, 2, 1].into_iter().flat_map(|len| [(0, len), (1, len)]).collect();
+        assert_eq!(order(keys(400)), [head(0), head(1), head(2)].concat());
+        for section in [keys(500), Section { heads: 2, ..keys(usize::MAX) }] {
+            assert_eq!(order(section), [first_two.clone(), head(2)].concat());
+        }
+    }
+
+    #[test]
     fn a_queue_cuts_tiles_that_would_leave_blocks_without_work() {
         // 14 tiles of 32 blocks for 4 blocks of threads: 2 are cut.
         let tiles: Vec<Tile> = (0..14).map(|n| tile(n, 0..2048)).collect();
-        let queue = |cuts| Assignment::queue(tiles.clone(), &SHAPE, 1, 4, cuts);
+        let queue = |cuts| Assignment::queue(tiles.clone(), &SHAPE, keys(1), 4, cuts);
         assert!(queue(false).work_tiles().all(|work_tile| work_tile.splits == 1));
         let assignment = queue(true);
         let (whole, splits): (Vec<&WorkTile>, Vec<&WorkTile>) =
@@ -500,7 +528,7 @@ mod tests {
         assert_eq!(assignment.launch((), 2).capacity.counters, 2 * 3);
         // A tile of few blocks is not worth it.
         let short: Vec<Tile> = (0..14).map(|n| tile(n, 0..300)).collect();
-        let assignment = Assignment::queue(short, &SHAPE, 1, 4, true);
+        let assignment = Assignment::queue(short, &SHAPE, keys(1), 4, true);
         assert!(assignment.work_tiles().all(|work_tile| work_tile.splits == 1));
     }
 }
