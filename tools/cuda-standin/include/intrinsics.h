@@ -93,6 +93,13 @@ inline unsigned atomicOr(unsigned* at, unsigned x) {
     *at |= x;
     return before;
 }
+inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned x) {
+    unsigned before = *at;
+    if (before == expected) *at = x;
+    return before;
+}
+inline void __nanosleep(unsigned) {}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <typename T>

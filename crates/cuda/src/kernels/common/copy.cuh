@@ -26,6 +26,21 @@ DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];
 // Orders this thread's accesses, and those that it has synchronized with, before what follows, for the whole device.
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// Adds to a counter in device memory, and returns what it was. Threads that find the sum see what this thread and those that it has
+// synchronized with have written before.
+DEVICE u32 atomic_add_acq_rel(u32* at, u32 x) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");
+    return before;
+}
+
+// Loads a counter: the other side of `atomic_add_acq_rel`.
+DEVICE u32 load_acquire(const u32* at) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
 // Named barriers join N threads of a block.
 template <int N>
 DEVICE void named_barrier_sync(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(N) : "memory"); }

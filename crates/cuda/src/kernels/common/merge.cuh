@@ -54,7 +54,7 @@ DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 
 struct MergeTeam {
     // Of several teams of a block, each with counters of its own.
     u32 team, teams;
-    u32* is_last;
+    u32* flag;
     int barrier;
     // Rows of the tile that the team merges.
     u32 first_row, rows;
@@ -74,10 +74,10 @@ DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const
         bool last = atomicAdd(at, 1) + 1 == splits;
         fence_device();
         if (last) *at = 0;
-        *team.is_last = last;
+        *team.flag = last;
     }
     named_barrier_sync<N>(team.barrier);
-    return *team.is_last;
+    return *team.flag;
 }
 
 // Merges a row of `count` partials from `first` on in the order of their keys, four columns a lane; values times `by`, a power of two.
@@ -136,116 +136,6 @@ DEVICE void merge_partials(const ForwardParams& p, const WorkTile& work_tile, co
         if (quad >= QUADS) continue;
         if (to == NONE) store_merged(p, work_tile, row, quad * 4, sum, unshrink);
         else store_partial(p, to, row, quad * 4, sum);
-    }
-}
-
-// Rows of a tile, at most one for each lane of a warp. A lane has the row_max of its own row.
-struct LaneRows {
-    u32 first, count;
-    float row_max;
-};
-
-// Adds up COUNT rows, from the warp's row `from` on, over `count` partials: four columns a lane. Each partial is multiplied by `by` and scaled
-// from its own row_max to the row's.
-template <int BATCH, int COUNT>
-DEVICE void sum_partials(const float* partials, u32 count, const LaneRows& rows, u32 from, u32 quad, float by, float4 (&sums)[COUNT]) {
-    const u32 lane = threadIdx.x % 32;
-    const float shift = rows.row_max == -INF ? 0.f : rows.row_max;
-#pragma unroll
-    for (int c = 0; c < COUNT; c++) sums[c] = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (u32 n = 0; n < count; n += BATCH) {
-        // All loads of a batch are issued before any of them is used.
-        float4 x[COUNT][BATCH];
-        float factor[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float* partial = partials + (u64)(n + i) * PARTIAL_STEP;
-            const bool exists = n + i < count;
-            factor[i] = exists && lane < rows.count ? __ldcg(partial + PARTIAL_ROW_MAX + rows.first + lane) : -INF;
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) {
-                x[c][i] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (exists && from + c < rows.count && quad < QUADS) x[c][i] = __ldcg((const float4*)(partial + (rows.first + from + c) * VALUE_DIM + quad * 4));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            factor[i] = exp2_approx(factor[i] - shift) * by;
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) add_times(sums[c], x[c][i], __shfl_sync(ALL_LANES, factor[i], from + c));
-        }
-    }
-}
-
-// `merge_partials` for teams with many rows. Each lane finds row_max, row_sum and the factor of a row of its own; in `merge_partials` a warp
-// takes one row after another, and each lane has one partial of it.
-template <int BATCH, int COUNT>
-DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, u32 first, u32 count, u32 to) {
-    const u32 lane = threadIdx.x % 32, share = (team.rows + team.warps - 1) / team.warps, before = team.warp * share;
-    const u32 rest = before < team.rows ? team.rows - before : 0;
-    LaneRows rows = {team.first_row + before, rest < share ? rest : share, -INF};
-    const float* partials = partial_at(p, first);
-    const bool own = lane < rows.count;
-    float row_sum = 0.f;
-#pragma unroll 1
-    for (u32 n = 0; n < count; n += BATCH) {
-        float row_maxs[BATCH], row_sums[BATCH], max = rows.row_max;
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const float* at = partials + (u64)(n + i) * PARTIAL_STEP + PARTIAL_ROW_MAX + rows.first + lane;
-            const bool exists = own && n + i < count;
-            row_maxs[i] = exists ? __ldcg(at) : -INF;
-            row_sums[i] = exists ? __ldcg(at + BLOCK_M) : 0.f;
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) max = fmaxf(max, row_maxs[i]);
-        const float shift = max == -INF ? 0.f : max;
-        row_sum *= exp2_approx(rows.row_max - shift);
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) row_sum = fmaf(row_sums[i], exp2_approx(row_maxs[i] - shift), row_sum);
-        rows.row_max = max;
-    }
-    RowEnd end = {0.f, 0.f};
-    u64 address = 0;
-    if (own && to == NONE) {
-        QRow at = q_row(p, work_tile.kv_head, work_tile.row + rows.first + lane);
-        end = finish_row(p, work_tile, at, rows.row_max, row_sum);
-        address = row_address(p.out, work_tile, at);
-        store_lse(p, work_tile, at, end.lse);
-    }
-#pragma unroll 1
-    for (u32 from = 0; from < rows.count; from += COUNT) {
-#pragma unroll 1
-        for (u32 quad = lane; quad < (QUADS + 31) / 32 * 32; quad += 32) {
-            float4 sums[COUNT];
-            sum_partials<BATCH>(partials, count, rows, from, quad, 1.f, sums);
-            float unshrink[COUNT];
-            bool all_finite = true;
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) unshrink[c] = 1.f, all_finite &= is_finite(sums[c]);
-            // Sums of groups may have overflowed as well: the splits themselves are merged.
-            if (CAN_OVERFLOW && to == NONE && __any_sync(ALL_LANES, !all_finite)) {
-                float4 shrunk[COUNT];
-                sum_partials<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), rows, from, quad, SHRINK, shrunk);
-#pragma unroll
-                for (int c = 0; c < COUNT; c++)
-                    if (!is_finite(sums[c])) sums[c] = shrunk[c], unshrink[c] = 1.f / SHRINK;
-            }
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) {
-                const u32 source = from + c;
-                if (source >= rows.count) break;
-                if (to != NONE) {
-                    PartialRow row = {__shfl_sync(ALL_LANES, rows.row_max, source), __shfl_sync(ALL_LANES, row_sum, source), sums[c]};
-                    if (quad < QUADS) store_partial(p, to, rows.first + source, quad * 4, row);
-                    continue;
-                }
-                const u32 low = __shfl_sync(ALL_LANES, (u32)address, source), high = __shfl_sync(ALL_LANES, (u32)(address >> 32), source);
-                const float factor = __shfl_sync(ALL_LANES, end.factor, source);
-                if (quad < QUADS) store_means(p, work_tile, (u64)high << 32 | low, quad * 4, sums[c], factor, unshrink[c]);
-            }
-        }
     }
 }
 

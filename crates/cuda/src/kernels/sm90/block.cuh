@@ -12,17 +12,14 @@
 constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_ROWS;
 // Parts of q, of a warpgroup's rows each.
 constexpr int Q_PARTS = BLOCK_M / TEAM_ROWS;
-static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && DTYPE != F32);
+static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && !(TMA && DTYPE == F32));
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Together they are at most what the threads are launched
-// with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do.
+// with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do, and so does splitting f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
-constexpr int MATH_REGISTERS = TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
+constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
+constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
-
-// Partials that a lane loads at a time in a merge, and rows of each.
-constexpr int MERGE_BATCH = 8, MERGE_ROWS = TEAMS == 3 ? 1 : 2;
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
 constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
@@ -44,15 +41,15 @@ static_assert(sizeof(SharedRows) % 1024 == 0);
 struct OwnRows {};
 
 struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
-    u8 q[QTile::BYTES];
-    u8 k[STAGES][KTile::BYTES];
-    u8 v[STAGES][VTile::BYTES];
+    u8 q[PARTS * QTile::BYTES];
+    u8 k[STAGES][PARTS * KTile::BYTES];
+    u8 v[STAGES][PARTS * VTile::BYTES];
     // WARP_ROWS rows for each warp.
     Row rows[WARPS * WARP_ROWS];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
-    // One flag for each team: 1 if the team stored the last split of a tile.
-    u32 is_last_split[3];
+    // Of each team, what its threads are told of a merge.
+    u32 merge_flags[3];
     // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;
 };
@@ -154,8 +151,14 @@ struct KvProducer {
             copies.wait(empty, at.parity() ^ 1);
             KvSource source(p, work_tile);
             KvRows rows = {tensor, source.keys, VALUES ? source.v : source.k, VALUES ? source.value_dim : p.head_dim};
-            copy_kv_tile<T>(p, rows, copy_start<T>(tensor), to, block * BLOCK_N);
-            copies.started(full);
+            if constexpr (DTYPE == F32) {
+                copy_split_kv_tile<T>(p, rows, to, block * BLOCK_N);
+                fence_async_proxy();
+                mbarrier_arrive(full);
+            } else {
+                copy_kv_tile<T>(p, rows, copy_start<T>(tensor), to, block * BLOCK_N);
+                copies.started(full);
+            }
         }
         at.advance();
     }
@@ -233,8 +236,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
             if (!VALUES && block == blocks.first) load_q(params, memory, work_tile, q_parity(tile_at));
         }
         if (VALUES) {
-            __syncwarp();
-            if (thread % 32 == 0) mbarrier_arrive(empty);
+            mbarrier_arrive(empty);
         } else {
             entry = next_entry(params, memory, work_tile);
         }
@@ -268,16 +270,20 @@ struct Team {
             return;
         }
         if (value_team() == 0) {
-            copy_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
-            cp_async_commit();
-            cp_async_wait<0>();
+            if constexpr (DTYPE == F32) {
+                copy_split_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
+            } else {
+                copy_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
+                cp_async_commit();
+                cp_async_wait<0>();
+            }
             fence_async_proxy();
         }
         if (VALUE_TEAMS > 1) named_barrier_sync<THREADS>(TURN_BARRIER);
         else __syncwarp();
     }
 
-    // A warp is done with what a barrier stands for.
+    // A warp is done with what a barrier stands for: with products of it, which end for all lanes at once.
     DEVICE void arrive(u64* barrier) const {
         if (lane == 0) mbarrier_arrive(shared_address(barrier));
     }
@@ -306,7 +312,7 @@ struct Team {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; step++)
-            Wgmma<DTYPE, WARP_KEYS>::shared(c, advance_descriptor(q, k_major_step<BLOCK_M>(step)), advance_descriptor(k, k_major_step<BLOCK_N>(step)), step > 0);
+            Wgmma<PART_DTYPE, WARP_KEYS>::shared(c, advance_descriptor(q, k_major_step<BLOCK_M>(step)), advance_descriptor(k, k_major_step<BLOCK_N>(step)), step > 0);
         wgmma_commit();
     }
 
@@ -352,18 +358,21 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
     return !__any_sync(ALL_LANES, nonfinite != 0);
 }
 
-// Stores a warp's rows of a work tile, or its rows of a split; the last of the splits merges all.
+// Stores a warp's rows of a work tile, or its rows of a split; teams that wait for the last split merge all.
 DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
     if (work_tile.splits <= 1) {
-        store_rows(p, work_tile, team.first_row, acc);
+        // `store_if_finite` has stored most rows of 16 bits.
+        store_rows<DTYPE == F32>(p, work_tile, team.first_row, acc);
         return;
     }
     store_split(p, work_tile, team.first_row, acc);
     u32 first_row = team.part * TEAM_ROWS, rows = rows_of_tile(p, work_tile, first_row, TEAM_ROWS);
-    MergeTeam merge = {team.team, TEAMS, team.memory.is_last_split + team.team, TEAM_BARRIER + (int)team.team,
+    MergeTeam merge = {team.team, TEAMS, team.memory.merge_flags + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_if_last<WARPGROUP_THREADS>(p, work_tile, merge, [&](u32 first, u32 count, u32 to) { merge_rows<MERGE_BATCH, MERGE_ROWS>(p, work_tile, merge, first, count, to); });
+    // Splits are the last work tiles of a queue or a list.
+    const bool waits = team.params.queued || !work_tile.next;
+    merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, waits);
 }
 
 // The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.
@@ -386,7 +395,8 @@ struct FullBlocks {
 // Ends a work tile: stores a warp's rows.
 DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked) {
     const ForwardParams& p = team.params.forward;
-    if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
+    if constexpr (DTYPE != F32)
+        if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
     if (recompute) {
         Row* rows = team.find_rows(work_tile);
@@ -414,8 +424,7 @@ DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
         team.wait_q(work_tile, q_parity(tile_at));
         const bool any_masked = stream.compute(team, work_tile, blocks, rows);
         end_work_tile(team, work_tile, stream.acc, any_masked);
-        __syncwarp();
-        team.arrive(memory.barriers.work_tile_empty + tile_at.stage());
+        mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
 }
 
@@ -425,6 +434,10 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {
     extern __shared__ __align__(1024) u8 bytes[];
     PrefillMemory& memory = *(PrefillMemory*)bytes;
+    if (TMA && threadIdx.x == THREADS) {
+        prefetch_map(&params.k), prefetch_map(&params.v);
+        if (params.q_box_positions) prefetch_map(&params.q);
+    }
     if (threadIdx.x == 0) {
         auto init = [](u64* barriers, int count, u32 arrivals) {
             for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
@@ -433,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
         init(b.q_full, Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
-        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, WARPS + (LOADERS + 31) / 32);
+        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);
         mbarrier_publish();
     }
     __syncthreads();

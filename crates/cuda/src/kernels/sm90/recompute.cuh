@@ -1,16 +1,25 @@
 // The output of a warp's rows once more, where its products may be wrong: a product hands an infinity or a NaN of a value to every row, also
-// to those that do not see its key, and sums of bf16 values may overflow where their means do not.
+// to those that do not see its key, and sums of bf16 and f32 values may overflow where their means do not.
 //
-// This is rare. The warp multiplies by mma.sync what it loads from device memory, 16 keys at a time, and the infinities and NaN of values
-// are added to the rows that see them. row_max and row_sum are right already.
+// This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16, of f32 8 in the order in which
+// lanes have them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
 
-// Two elements of a row from a column on; those past `columns` are 0.
-DEVICE u32 load_pair(u64 row, u32 column, u32 columns) {
-    const u16* from = (const u16*)row + column;
-    return row == 0 ? 0u : (column < columns ? from[0] : 0u) | (column + 1 < columns ? (u32)from[1] << 16 : 0u);
+// Elements of a word of an operand of mma.sync; a step has 8 times as many keys and columns.
+constexpr int WORD_ELEMENTS = DTYPE == F32 ? 1 : 2, STEP_KEYS = 8 * WORD_ELEMENTS, STEP_COLUMNS = 8 * WORD_ELEMENTS;
+
+// The element of a row in a column, 0 where one of them does not exist.
+DEVICE u32 load_element(u64 row, u32 column, u32 columns) {
+    if (!row || column >= columns) return 0;
+    if constexpr (DTYPE == F32) return ((const u32*)row)[column];
+    else return ((const u16*)row)[column];
 }
 
-DEVICE u32 load_one(u64 row, u32 column, u32 columns) { return row && column < columns ? ((const u16*)row)[column] : 0u; }
+// A word of a row from a column on.
+DEVICE u32 load_word(u64 row, u32 column, u32 columns) {
+    const u32 x = load_element(row, column, columns);
+    if constexpr (WORD_ELEMENTS == 1) return x;
+    else return x | load_element(row, column + 1, columns) << 16;
+}
 
 // The address of a key's row, 0 where the work tile does not have the key.
 DEVICE u64 key_address(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u64 head, u32 j) {
@@ -22,29 +31,138 @@ DEVICE float score_of(const ForwardParams&, const UnbiasedRow&, u32, float produ
 
 DEVICE float score_of(const ForwardParams& p, const BiasedRow& row, u32 j, float product) { return score_mod<true>(p, row, j, product); }
 
-// Which of 16 keys from key0 on a lane's two rows see: a bit for each key, 16 for each row.
+// Which of STEP_KEYS keys from key0 on a lane's two rows see: a bit for each key, 16 for each row.
 DEVICE u32 visible_bits(const ForwardParams& p, const Row* rows, u32 key0) {
     u32 g = threadIdx.x % 32 / 4, bits = 0;
 #pragma unroll 1
-    for (u32 n = 0; n < 32; n++) bits |= (u32)is_visible(p, rows[n / 16 * 8 + g], key0 + n % 16) << n;
+    for (u32 n = 0; n < 2 * STEP_KEYS; n++) {
+        const u32 half = n / STEP_KEYS, key = n % STEP_KEYS;
+        bits |= (u32)is_visible(p, rows[half * 8 + g], key0 + key) << (16 * half + key);
+    }
     return bits;
 }
 
-// out += prob x for the infinities and NaN of 16 keys, in eight columns: `b0` and `b1` are their words as a right operand.
-DEVICE void add_nonfinite_words(float (&out)[4], const u32 (&probs)[4], u32 visible, u32 b0, u32 b1) {
+// The products of a warp's rows of q, from the work tile's row `first_row` on, with STEP_KEYS keys from key0 on.
+DEVICE void recompute_products(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const KvSource& source, u32 key0, float (&s)[WORD_ELEMENTS][4]) {
+    u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    u64 q[2], k[WORD_ELEMENTS];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u32 row = work_tile.row + first_row + 8 * half + g;
+        q[half] = row < row_count(p, work_tile) ? row_address(p.q, work_tile, q_row(p, work_tile.kv_head, row)) : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < WORD_ELEMENTS; n++) {
+        k[n] = key_address(p, p.k, source.keys, source.k, key0 + 8 * n + g);
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = 0.f;
+    }
+#pragma unroll 1
+    for (u32 column = WORD_ELEMENTS * t; column < HEAD_DIM; column += STEP_COLUMNS) {
+        constexpr u32 HALF = STEP_COLUMNS / 2;
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = load_word(q[i % 2], column + i / 2 * HALF, p.head_dim);
+        AFragment<DTYPE> a;
+        a.set(words);
+#pragma unroll
+        for (int n = 0; n < WORD_ELEMENTS; n++) a.mma(s[n], load_word(k[n], column, p.head_dim), load_word(k[n], column + HALF, p.head_dim));
+    }
+}
+
+// out += prob x for the infinities and NaN of STEP_KEYS keys, in eight columns: `b` are their words as a right operand.
+DEVICE void add_nonfinite_words(float (&out)[4], const u32 (&probs)[4], u32 visible, const u32 (&b)[2]) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
-    for (u32 key = 0; key < 16; key++) {
-        u32 pair = key % 8 / 2;
+    for (u32 key = 0; key < STEP_KEYS; key++) {
+        // The lane of a group of four that has the key, its word, and the element of the word.
+        const u32 owner = key % 8 / 2, second = DTYPE == F32 ? key % 2 : key / 8, element = key % WORD_ELEMENTS;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            u32 word = __shfl_sync(ALL_LANES, key < 8 ? b0 : b1, 4 * (2 * t + i) + pair);
-            float x = unpack<DTYPE>(word, key % 2);
+            u32 word = __shfl_sync(ALL_LANES, second ? b[1] : b[0], 4 * (2 * t + i) + owner);
+            float x = unpack<DTYPE>(word, element);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float prob = unpack<DTYPE>(__shfl_sync(ALL_LANES, key < 8 ? probs[half] : probs[2 + half], 4 * g + pair), key % 2);
+                float prob = unpack<DTYPE>(__shfl_sync(ALL_LANES, second ? probs[2 + half] : probs[half], 4 * g + owner), element);
                 if (!(fabsf(x) < INF) && visible >> (16 * half + key) & 1) out[2 * half + i] += prob * x;
             }
+        }
+    }
+}
+
+// A word of finite values times SHRINK, where their sums may overflow.
+DEVICE u32 shrink_word(u32 x) {
+    if constexpr (DTYPE == F32) return __float_as_uint(__uint_as_float(x) * SHRINK);
+    else return CAN_OVERFLOW ? pack<DTYPE>(unpack<DTYPE>(x, 0) * SHRINK, unpack<DTYPE>(x, 1) * SHRINK) : x;
+}
+
+// A warp's rows of a work tile, from its row `first` on, and row_max of a lane's two in units of log2, 0 where it is -inf.
+struct WarpRows {
+    u32 first;
+    const Row* rows;
+    float shift[2];
+};
+
+// The probabilities of STEP_KEYS keys from key0 on, of their products, as a left operand. `visible` are a lane's `visible_bits`.
+DEVICE void recompute_probs(const ForwardParams& p, const WarpRows& warp, u32 key0, u32 visible, const float (&products)[WORD_ELEMENTS][4], u32 (&words)[4]) {
+    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    const u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < WORD_ELEMENTS; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 key = 8 * n + 2 * t + i;
+                float score = -INF;
+                if (visible >> (16 * half + key) & 1) score = score_of(p, warp.rows[8 * half + g], key0 + key, products[n][2 * half + i]);
+                x[i] = exp2_approx(Scoring::HAS_BIAS ? score - warp.shift[half] : fmaf(score, scale, -warp.shift[half]));
+            }
+            if constexpr (DTYPE == F32) words[half] = __float_as_uint(x[0]), words[2 + half] = __float_as_uint(x[1]);
+            else words[2 * n + half] = pack<DTYPE>(x[0], x[1]);
+        }
+}
+
+// Columns of the output that are recomputed at a time, in fragments of eight: code for all of them would take most of a compilation.
+constexpr int RECOMPUTE_MMA_N = PV_MMA_N > 16 ? 2 : 4;
+static_assert(PV_MMA_N % RECOMPUTE_MMA_N == 0);
+
+// The output of a warp's rows in RECOMPUTE_MMA_N fragments of columns, from fragment `first_n` on.
+DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile, const WarpRows& warp, u32 first_n, float (&out)[RECOMPUTE_MMA_N][4]) {
+    const u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+#pragma unroll 1
+    for (u32 key0 = work_tile.begin / STEP_KEYS * STEP_KEYS; key0 < work_tile.end; key0 += STEP_KEYS) {
+        // Addresses are found again for each step, which takes no registers from the others.
+        const WorkTile& found = *opaque(&work_tile);
+        const KvSource source(p, found);
+        float products[WORD_ELEMENTS][4];
+        recompute_products(p, found, warp.first, source, key0, products);
+        const u32 visible = visible_bits(p, warp.rows, key0);
+        u32 words[4];
+        recompute_probs(p, warp, key0, visible, products, words);
+        AFragment<DTYPE> probs;
+        probs.set(words);
+        // Of word i of a right operand, the keys of its elements.
+        u64 v[2][WORD_ELEMENTS];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int e = 0; e < WORD_ELEMENTS; e++)
+                v[i][e] = key_address(p, p.v, source.keys, source.v, key0 + 2 * t + (DTYPE == F32 ? i : 8 * i + e));
+#pragma unroll
+        for (int n = 0; n < RECOMPUTE_MMA_N; n++) {
+            const u32 column = opaque(8 * (first_n + n) + g);
+            u32 b[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                b[i] = load_element(v[i][0], column, source.value_dim);
+                if constexpr (WORD_ELEMENTS == 2) b[i] |= load_element(v[i][1], column, source.value_dim) << 16;
+            }
+            if (__any_sync(ALL_LANES, has_nonfinite<DTYPE>(b[0]) || has_nonfinite<DTYPE>(b[1]))) add_nonfinite_words(out[n], words, visible, b);
+#pragma unroll
+            for (int i = 0; i < 2; i++) b[i] = shrink_word(zero_nonfinite<DTYPE>(b[i]));
+            probs.mma(out[n], b[0], b[1]);
         }
     }
 }
@@ -52,70 +170,18 @@ DEVICE void add_nonfinite_words(float (&out)[4], const u32 (&probs)[4], u32 visi
 // Replaces acc.out; of finite values it sums SHRINK times the value where sums can overflow. `rows` are the warp's, from the work tile's row
 // `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
-    u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
-    float shift[2];
+    WarpRows warp = {first_row, rows};
 #pragma unroll
-    for (int half = 0; half < 2; half++) shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
-#pragma unroll
-    for (int n = 0; n < PV_MMA_N; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc.out[0][n][i] = 0.f;
+    for (int half = 0; half < 2; half++) warp.shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
 #pragma unroll 1
-    for (u32 key0 = work_tile.begin / 16 * 16; key0 < work_tile.end; key0 += 16) {
-        // Addresses are found again for each 16 keys, which takes no registers from the others.
-        const WorkTile& found = *opaque(&work_tile);
-        const KvSource source(p, found);
-        u64 q[2];
+    for (int first_n = 0; first_n < PV_MMA_N; first_n += RECOMPUTE_MMA_N) {
+        float out[RECOMPUTE_MMA_N][4] = {};
+        recompute_columns(p, work_tile, warp, first_n, out);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 row = found.row + first_row + 8 * half + g;
-            q[half] = row < row_count(p, found) ? row_address(p.q, found, q_row(p, found.kv_head, row)) : 0;
-        }
-        float s[2][4] = {};
-        u64 k[2];
+        for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
-        for (int n = 0; n < 2; n++) k[n] = key_address(p, p.k, source.keys, source.k, key0 + 8 * n + g);
-#pragma unroll 1
-        for (u32 column = 2 * t; column < HEAD_DIM; column += 16) {
-            AFragment<DTYPE> a;
-#pragma unroll
-            for (int i = 0; i < 4; i++) a.x[i] = load_pair(q[i % 2], column + i / 2 * 8, p.head_dim);
-#pragma unroll
-            for (int n = 0; n < 2; n++) a.mma(s[n], load_pair(k[n], column, p.head_dim), load_pair(k[n], column + 8, p.head_dim));
-        }
-        const u32 visible = visible_bits(p, rows, key0);
-        AFragment<DTYPE> probs;
-#pragma unroll
-        for (int n = 0; n < 2; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float x[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const u32 key = 8 * n + 2 * t + i;
-                    float score = -INF;
-                    if (visible >> (16 * half + key) & 1) score = score_of(p, rows[8 * half + g], key0 + key, s[n][2 * half + i]);
-                    x[i] = exp2_approx(Scoring::HAS_BIAS ? score - shift[half] : fmaf(score, scale, -shift[half]));
-                }
-                probs.x[2 * n + half] = pack<DTYPE>(x[0], x[1]);
-            }
-        u64 v[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = key_address(p, p.v, source.keys, source.v, key0 + i / 2 * 8 + 2 * t + i % 2);
-#pragma unroll
-        for (int n = 0; n < PV_MMA_N; n++) {
-            u32 column = opaque(8 * n + g), b[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) b[i] = load_one(v[2 * i], column, source.value_dim) | load_one(v[2 * i + 1], column, source.value_dim) << 16;
-            if (__any_sync(ALL_LANES, has_nonfinite<DTYPE>(b[0]) || has_nonfinite<DTYPE>(b[1])))
-                add_nonfinite_words(acc.out[0][n], probs.x, visible, b[0], b[1]);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u32 x = zero_nonfinite<DTYPE>(b[i]);
-                b[i] = CAN_OVERFLOW ? pack<DTYPE>(unpack<DTYPE>(x, 0) * SHRINK, unpack<DTYPE>(x, 1) * SHRINK) : x;
-            }
-            probs.mma(acc.out[0][n], b[0], b[1]);
-        }
+            for (int i = 0; i < 4; i++)
+                if (n / RECOMPUTE_MMA_N * RECOMPUTE_MMA_N == first_n) acc.out[0][n][i] = out[n % RECOMPUTE_MMA_N][i];
     }
 }

@@ -1,10 +1,14 @@
 // Layouts of tiles in shared memory: panels of 64 columns, the last filled with zeros.
 
+// Parts of an element: f32 is multiplied as the sum of three bf16, and has a tile of each.
+constexpr int PARTS = DTYPE == F32 ? 3 : 1;
+constexpr Dtype PART_DTYPE = DTYPE == F32 ? BF16 : DTYPE;
+
 DEVICE constexpr int padded_columns(int columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS * PANEL_COLUMNS; }
 
-typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, ELEMENT_BYTES> QTile;
-typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, ELEMENT_BYTES> KTile;
-typedef SwizzledTile<padded_columns(VALUE_TEAMS * VALUE_DIM), BLOCK_N, ELEMENT_BYTES> VTile;
+typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, 2> QTile;
+typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, 2> KTile;
+typedef SwizzledTile<padded_columns(VALUE_TEAMS * VALUE_DIM), BLOCK_N, 2> VTile;
 
 // Threads that copy a tile of keys together, and as many of values: one warp by TMA, else half of the copying warpgroup.
 constexpr int LOADERS = TMA ? 32 : WARPGROUP_THREADS / 2;

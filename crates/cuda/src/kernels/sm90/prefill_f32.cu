@@ -1,0 +1,142 @@
+// Prefill of f32 for compute capability 9.0, by teams with 64 rows each.
+//
+// q, k, v and probabilities are sums of three bf16. Of the nine products of their parts the six largest are computed: what is left out is at most
+// 3 * 2^-24 of a product. The matrix unit truncates where it adds: the small products are added up first, and those of a tile's values start
+// from 0 and join the output by an addition that rounds to nearest. A step's products take six times as long as those of bf16, so that a team
+// overlaps nothing of its own: while it computes probabilities, the other multiplies.
+
+static_assert(DTYPE == F32 && PARTS == 3 && VALUE_TEAMS == 1);
+
+// Pairs of parts that are multiplied, the smallest products first.
+constexpr int PART_PRODUCTS = 6;
+
+DEVICE constexpr int left_part(int product) { return product < 3 ? 2 - product : product == 3 ? 1 : 0; }
+
+DEVICE constexpr int right_part(int product) { return product < 3 ? product : product == 4 ? 1 : 0; }
+
+// A team's state: its place in the rings, and what it has in registers.
+struct F32Stream {
+    RingStage<STAGES> k_at, v_at;
+    OnlineSoftmax acc;
+    Scores scores;
+
+    // scores = q k^T.
+    DEVICE void multiply_keys(const Team& team) {
+        k_at.wait_full(shared_address(team.memory.barriers.k_full));
+        float(&c)[BLOCK_N / 2] = (float(&)[BLOCK_N / 2])scores;
+        const u32 q_at = opaque(shared_address(team.memory.q) + team.part * (TEAM_ROWS * PANEL_ROW_BYTES));
+        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(team.memory.k) + uniform(k_at.stage()) * (PARTS * KTile::BYTES));
+        team.begin_turn();
+        pin_registers(c);
+        wgmma_fence();
+#pragma unroll
+        for (int n = 0; n < PART_PRODUCTS; n++)
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; step++)
+                Wgmma<BF16, BLOCK_N>::shared(c, advance_descriptor(q, left_part(n) * QTile::BYTES + k_major_step<BLOCK_M>(step)),
+                                             advance_descriptor(k, right_part(n) * KTile::BYTES + k_major_step<BLOCK_N>(step)), n + step > 0);
+        wgmma_commit();
+        team.end_turn();
+        team.wait_qk<0>(scores, k_at.stage());
+        k_at.advance();
+    }
+
+    // out += probs v, where the scores have become probabilities.
+    DEVICE void multiply_values(const Team& team) {
+        u32 probs[PARTS][BLOCK_N / 16][4];
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 parts[PARTS];
+                split_pair(scores[0][n][2 * half], scores[0][n][2 * half + 1], parts);
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) probs[part][n / 2][n % 2 * 2 + half] = parts[part];
+            }
+        float product[VALUE_DIM / 2] = {};
+        v_at.wait_full(shared_address(team.memory.barriers.v_full));
+        const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(team.memory.v) + uniform(v_at.stage()) * (PARTS * VTile::BYTES));
+        team.begin_turn();
+        pin_registers(product);
+        pin_registers((u32(&)[PARTS * BLOCK_N / 4])probs);
+        wgmma_fence();
+#pragma unroll
+        for (int n = 0; n < PART_PRODUCTS; n++)
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 16; step++) {
+                const u32(&a)[4] = probs[left_part(n)][step];
+                Wgmma<BF16, VALUE_DIM>::registers(product, a[0], a[1], a[2], a[3],
+                                                  advance_descriptor(v, right_part(n) * VTile::BYTES + mn_major_step(step)), n + step > 0);
+            }
+        wgmma_commit();
+        team.end_turn();
+        wgmma_wait<0>();
+        pin_registers(product);
+        pin_registers((u32(&)[PARTS * BLOCK_N / 4])probs);
+        team.arrive(team.memory.barriers.v_empty + v_at.stage());
+        v_at.advance();
+        float(&out)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 2; i++) out[i] += product[i];
+    }
+
+    // Returns true if a score of the warp is infinite or NaN: of its parts' products an infinity has NaN where the other factor has a part of 0.
+    DEVICE bool has_nonfinite_score() const {
+        float zero[2] = {};
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) zero[i % 2] = fmaf(scores[0][n][i], 0.f, zero[i % 2]);
+        return __any_sync(ALL_LANES, !(zero[0] + zero[1] == 0.f));
+    }
+
+    // The products of a tile of keys again.
+    DEVICE void recompute_scores(const Team& team, const WorkTile& work_tile, u32 key0) {
+        const ForwardParams& p = team.params.forward;
+        const KvSource source(p, work_tile);
+#pragma unroll 1
+        for (int n = 0; n < QK_MMA_N; n++) {
+            float products[1][4];
+            recompute_products(p, work_tile, team.first_row, source, key0 + 8 * n, products);
+#pragma unroll
+            for (int m = 0; m < QK_MMA_N; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (m == n) scores[0][m][i] = products[0][i];
+        }
+    }
+
+    DEVICE void softmax(const ForwardParams& p, const Row* rows, u32 key0, bool masked) {
+        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        if (masked) mask_scores<true>(p, scores, rows, key0);
+        else mask_scores<false>(p, scores, rows, key0);
+        Rescale rescale;
+        float sums[1][2] = {};
+        update_row_max(acc, scores, scale, RESCALE_THRESHOLD, rescale);
+        exponentiate(acc, scores, scale, sums);
+        rescale_o(acc, rescale);
+        acc.add_to_row_sum(sums);
+    }
+
+    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+        const ForwardParams& p = team.params.forward;
+        bool any_masked = false;
+        for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
+            const FullBlocks full(p, *opaque(&work_tile));
+            const bool masked = full.is_masked_tile(p, work_tile, block);
+            any_masked |= masked;
+            multiply_keys(team);
+            if (has_nonfinite_score()) recompute_scores(team, work_tile, block * BLOCK_N);
+            softmax(p, rows, block * BLOCK_N, masked);
+            multiply_values(team);
+        }
+        return any_masked;
+    }
+};
+
+DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
+    const Team team(params, memory);
+    F32Stream stream;
+    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
+    compute_work_tiles(team, stream);
+}

@@ -1,0 +1,234 @@
+// Merges of the splits of a tile by several teams: those that have nothing else to do wait for the last split, and share the tile's rows.
+//
+// A counter has the state of a tile's merge: STORED times the number of splits that are stored, WAITING << n where the team of split n waits or
+// merges, and BEGUN times the number of teams that know their rows. While splits are missing a team may stop waiting, and takes its bit
+// back; then the bits no longer change. The last team to learn its rows leaves 0 behind. Which teams share the rows changes nothing in the result:
+// each row's partials are added in the order of their keys.
+
+constexpr u32 MAX_SHARING = 16, STORED = 1, STORED_MASK = 0xff, WAITING = 1 << 8, BEGUN = 1 << 24;
+// How often a team looks for the last split, and nanoseconds between.
+constexpr u32 MERGE_POLLS = 128, POLL_NANOSECONDS = 100;
+
+// The share of a merge: rows are divided among `count` teams, of which this one has number `rank`. Nothing if `count` is 0.
+struct MergeShare {
+    u32 rank, count;
+};
+
+// `count` partials from `first` on that are merged into the partial `to`, or for NONE into the output, when all are stored: the state of that is
+// counter `counter`. `split` of them is the team's.
+struct MergeStep {
+    u32 first, count, to, split, counter;
+};
+
+// The merge of a split's group, or of all splits or groups.
+DEVICE MergeStep merge_step(const WorkTile& work_tile, bool of_group) {
+    const u32 first = work_tile.first_partial, count = num_splits(work_tile), split = work_tile.partial - first, group = split / MERGE_GROUP;
+    if (of_group) {
+        const u32 rest = count - group * MERGE_GROUP;
+        return {first + group * MERGE_GROUP, rest < MERGE_GROUP ? rest : MERGE_GROUP, first + count + group, split % MERGE_GROUP, work_tile.counter + 1 + group};
+    }
+    if (work_tile.splits & SPLITS_GROUPED) return {first + count, (count + MERGE_GROUP - 1) / MERGE_GROUP, NONE, group, work_tile.counter};
+    return {first, count, NONE, split, work_tile.counter};
+}
+
+// Stores a split in a merge's state, and if `waits` waits for the others. Groups, and more splits than the state has bits for, are merged by the
+// last team alone.
+DEVICE MergeShare join_merge(u32* state_at, const MergeStep& step, bool waits) {
+    const u32 bit = step.to == NONE && step.count <= MAX_SHARING ? WAITING << step.split : 0;
+    u32 state = atomic_add_acq_rel(state_at, STORED + bit) + STORED + bit;
+    for (u32 polls = waits && bit ? MERGE_POLLS : 0; (state & STORED_MASK) != step.count;) {
+        if (polls) {
+            polls--;
+            __nanosleep(POLL_NANOSECONDS);
+        } else if (!bit || atomicCAS(state_at, state, state - bit) == state) {
+            return {0, 0};
+        }
+        state = load_acquire(state_at);
+    }
+    const u32 sharing = state / WAITING % (1 << MAX_SHARING);
+    if (!bit) {
+        *state_at = 0;
+        return {0, 1};
+    }
+    const u32 count = __popc(sharing);
+    if (atomicAdd(state_at, BEGUN) / BEGUN + 1 == count) *state_at = 0;
+    return {(u32)__popc(sharing & (bit / WAITING - 1)), count};
+}
+
+// ---- the rows of a merge
+//
+// A merge is code that runs once: fetching its instructions takes longer than its loads. It has few, in loops.
+
+// Partials that a lane loads at a time, and rows of each.
+constexpr int MERGE_BATCH = 4, MERGE_ROWS = 2;
+
+// A warp's rows of a merge, at most one for each lane, which has that row's row_max, row_sum, factor and address in the output.
+struct MergeRows {
+    const ForwardParams& p;
+    const WorkTile& work_tile;
+    u32 first, count;
+    float row_max, row_sum, factor;
+    u64 address;
+
+    DEVICE MergeRows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team) : p(p), work_tile(work_tile) {
+        const u32 share = (team.rows + team.warps - 1) / team.warps, before = team.warp * share;
+        const u32 rest = before < team.rows ? team.rows - before : 0;
+        first = team.first_row + before, count = rest < share ? rest : share;
+        row_max = -INF, row_sum = 0.f, factor = 0.f, address = 0;
+    }
+
+    // Finds row_max and row_sum of `splits` partials from `partials` on.
+    DEVICE void find_stats(const float* partials, u32 splits) {
+        const bool exists = threadIdx.x % 32 < count;
+        const float* at = partials + PARTIAL_ROW_MAX + first + threadIdx.x % 32;
+#pragma unroll 1
+        for (u32 n = 0; n < splits; n += MERGE_BATCH, at += MERGE_BATCH * PARTIAL_STEP) {
+            float maxima[MERGE_BATCH], sums[MERGE_BATCH], max = row_max;
+#pragma unroll
+            for (int i = 0; i < MERGE_BATCH; i++) {
+                const bool loads = exists && n + i < splits;
+                maxima[i] = loads ? __ldcg(at + i * PARTIAL_STEP) : -INF;
+                sums[i] = loads ? __ldcg(at + i * PARTIAL_STEP + BLOCK_M) : 0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < MERGE_BATCH; i++) max = fmaxf(max, maxima[i]);
+            const float shift = max == -INF ? 0.f : max;
+            row_sum *= exp2_approx(row_max - shift);
+#pragma unroll
+            for (int i = 0; i < MERGE_BATCH; i++) row_sum = fmaf(sums[i], exp2_approx(maxima[i] - shift), row_sum);
+            row_max = max;
+        }
+    }
+
+    // Finds the end of each row, and stores its logsumexp.
+    DEVICE void finish() {
+        if (threadIdx.x % 32 >= count) return;
+        const QRow at = q_row(p, work_tile.kv_head, work_tile.row + first + threadIdx.x % 32);
+        const RowEnd end = finish_row(p, work_tile, at, row_max, row_sum);
+        factor = end.factor, address = row_address(p.out, work_tile, at);
+        store_lse(p, work_tile, at, end.lse);
+    }
+
+    // Adds BATCH partials of MERGE_ROWS rows, from the warp's row `from` on, each times `by` and scaled from its own row_max to the row's.
+    // `out_at` is a lane's four columns of the first row in the first partial, `row_max_at` the row_max of a lane's own row.
+    template <int BATCH>
+    DEVICE void add(const float* out_at, const float* row_max_at, u32 from, float by, float4 (&sums)[MERGE_ROWS]) const {
+        const float shift = row_max == -INF ? 0.f : row_max;
+        // All loads are issued before any of them is used. Lanes without a row and rows past the last read what nobody uses.
+        float4 x[BATCH][MERGE_ROWS];
+        float scales[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            scales[i] = __ldcg(row_max_at + i * PARTIAL_STEP);
+#pragma unroll
+            for (int c = 0; c < MERGE_ROWS; c++) x[i][c] = __ldcg((const float4*)(out_at + i * PARTIAL_STEP + c * VALUE_DIM));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            scales[i] = exp2_approx(scales[i] - shift) * by;
+#pragma unroll
+            for (int c = 0; c < MERGE_ROWS; c++) add_times(sums[c], x[i][c], __shfl_sync(ALL_LANES, scales[i], from + c));
+        }
+    }
+
+    // The sums of MERGE_ROWS rows over `splits` partials from `partials` on, in their order: four columns a lane.
+    template <int BATCH>
+    DEVICE void sum(const float* partials, u32 splits, u32 from, u32 quad, float by, float4 (&sums)[MERGE_ROWS]) const {
+        const float* out_at = partials + (first + from) * VALUE_DIM + (quad < QUADS ? quad : 0) * 4;
+        const float* row_max_at = partials + PARTIAL_ROW_MAX + first + threadIdx.x % 32;
+#pragma unroll
+        for (int c = 0; c < MERGE_ROWS; c++) sums[c] = make_float4(0.f, 0.f, 0.f, 0.f);
+        u32 n = 0;
+        if (BATCH > 1) {
+#pragma unroll 1
+            for (; n + BATCH <= splits; n += BATCH, out_at += BATCH * PARTIAL_STEP, row_max_at += BATCH * PARTIAL_STEP)
+                add<BATCH>(out_at, row_max_at, from, by, sums);
+        }
+#pragma unroll 1
+        for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
+    }
+
+    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not: they are computed again, of the splits,
+    // of which groups may have overflowed, and of values times SHRINK.
+    DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
+        float4 shrunk[MERGE_ROWS];
+        if (CAN_OVERFLOW) sum<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), from, quad, SHRINK, shrunk);
+#pragma unroll
+        for (int c = 0; c < MERGE_ROWS; c++) {
+            const float by = __shfl_sync(ALL_LANES, factor, from + c);
+            const bool again = CAN_OVERFLOW && !is_finite(sums[c]);
+            const float4 x = again ? shrunk[c] : sums[c];
+            const float unshrink = again ? 1.f / SHRINK : 1.f;
+            means[c] = make_float4(finite_mean(x.x, by, unshrink), finite_mean(x.y, by, unshrink), finite_mean(x.z, by, unshrink), finite_mean(x.w, by, unshrink));
+        }
+    }
+
+    // Stores MERGE_ROWS rows of sums, in the partial `to` or for NONE as means in the output.
+    DEVICE void store(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, u32 to) const {
+        if (to != NONE) {
+#pragma unroll
+            for (int c = 0; c < MERGE_ROWS; c++) {
+                const PartialRow row = {__shfl_sync(ALL_LANES, row_max, from + c), __shfl_sync(ALL_LANES, row_sum, from + c), sums[c]};
+                if (quad < QUADS && from + c < count) store_partial(p, to, first + from + c, quad * 4, row);
+            }
+            return;
+        }
+        float4 means[MERGE_ROWS];
+        bool all_finite = true;
+#pragma unroll
+        for (int c = 0; c < MERGE_ROWS; c++) {
+            const float by = __shfl_sync(ALL_LANES, factor, from + c);
+            means[c] = make_float4(sums[c].x * by, sums[c].y * by, sums[c].z * by, sums[c].w * by);
+            all_finite &= is_finite(means[c]);
+        }
+        if (__any_sync(ALL_LANES, !all_finite)) careful_means(sums, from, quad, means);
+        const u32 column = value_panel(work_tile) * VALUE_DIM + quad * 4;
+#pragma unroll
+        for (int c = 0; c < MERGE_ROWS; c++) {
+            const u32 low = __shfl_sync(ALL_LANES, (u32)address, from + c), high = __shfl_sync(ALL_LANES, (u32)(address >> 32), from + c);
+            if (quad < QUADS && from + c < count && column < p.value_dim) store_columns4(p, (u64)high << 32 | low, column, means[c]);
+        }
+    }
+};
+
+// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output.
+DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, const MergeStep& step) {
+    MergeRows rows(p, work_tile, team);
+    const float* partials = partial_at(p, step.first);
+    rows.find_stats(partials, step.count);
+    if (step.to == NONE) rows.finish();
+#pragma unroll 1
+    for (u32 from = 0; from < rows.count; from += MERGE_ROWS) {
+#pragma unroll 1
+        for (u32 quad = threadIdx.x % 32; quad < (QUADS + 31) / 32 * 32; quad += 32) {
+            float4 sums[MERGE_ROWS];
+            rows.sum<MERGE_BATCH>(partials, step.count, from, quad, 1.f, sums);
+            rows.store(sums, from, quad, step.to);
+        }
+    }
+}
+
+// Called by the N threads of a team when they have stored a split of a tile. Teams that wait for the last one, if they wait, share the merge of all.
+// Where there are groups of splits, the last team of a group merges it first.
+template <int N>
+DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, bool waits) {
+    // One piece of code for both merges: it is a large part of the kernel.
+#pragma unroll 1
+    for (bool of_group = work_tile.splits & SPLITS_GROUPED;; of_group = false) {
+        const MergeStep step = merge_step(work_tile, of_group);
+        named_barrier_sync<N>(team.barrier);
+        if (threadIdx.x % N == 0) {
+            const MergeShare share = join_merge((u32*)p.counters + step.counter * team.teams + team.team, step, waits);
+            // The team's rows: the first, and the one behind the last.
+            const u32 begin = share.count ? team.rows * share.rank / share.count : 0, end = share.count ? team.rows * (share.rank + 1) / share.count : 0;
+            *team.flag = begin | end << 16;
+        }
+        named_barrier_sync<N>(team.barrier);
+        const u32 begin = *team.flag & 0xffff, end = *team.flag >> 16;
+        if (begin == end) return;
+        MergeTeam own = team;
+        own.first_row += begin, own.rows = end - begin;
+        merge_rows(p, work_tile, own, step);
+        if (!of_group) return;
+    }
+}
