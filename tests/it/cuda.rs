@@ -185,32 +185,45 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
     let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
         return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
     };
-    let mut cases: Vec<Case> = catalogue().into_iter().filter(|case| case.desc.dtype != Dtype::F32).collect();
+    let mut cases = catalogue();
     // A process compiles one kernel at a time: several can share the catalogue. Cases of one kernel are neighbours.
     cases.sort_by_key(|case| {
         let desc = &case.desc;
         let modified = desc.softcap.is_some() || desc.alibi || desc.tree;
         let Dims { head_dim, value_dim, .. } = desc.dims;
         let cached = desc.sequences != Sequences::Dense;
-        (head_dim, value_dim, desc.dtype == Dtype::F16, desc.mask.is_some(), modified, cached)
+        (
+            desc.dtype == Dtype::F32,
+            head_dim,
+            value_dim,
+            desc.dtype == Dtype::F16,
+            desc.mask.is_some(),
+            modified,
+            cached,
+        )
     });
     let [shard, shards] = shard();
     let cases = &cases[cases.len() * shard / shards..cases.len() * (shard + 1) / shards];
     let tiled = |tile: Sm90Tile| CudaRunner::new(cuda.clone()).tiled(tile);
-    let runners = [
+    let of_16_bits = [
         tiled(Sm90Tile::new(2, 64, 2)),
         tiled(Sm90Tile::new(2, 128, 2)).odd(),
         tiled(Sm90Tile::new(3, 112, 2)),
         tiled(Sm90Tile::wide(1)),
         tiled(Sm90Tile::wide(2)).odd(),
     ];
+    let of_f32 = [tiled(Sm90Tile::new(2, 64, 1)), tiled(Sm90Tile::new(1, 48, 1)).odd()];
     let (mut passed, mut failed) = (0, Vec::new());
-    let runners: Vec<&dyn CaseRunner> = runners.iter().map(|runner| runner as &dyn CaseRunner).collect();
-    conformance(cases, &runners, |result| match &result.result {
-        Ok(_) => passed += 1,
-        Err(Failure::Skipped(_)) => {}
-        Err(_) => failed.push(result.to_string()),
-    });
+    for (is_f32, runners) in [(false, &of_16_bits[..]), (true, &of_f32)] {
+        let cases: Vec<Case> =
+            cases.iter().filter(|case| (case.desc.dtype == Dtype::F32) == is_f32).cloned().collect();
+        let runners: Vec<&dyn CaseRunner> = runners.iter().map(|runner| runner as &dyn CaseRunner).collect();
+        conformance(&cases, &runners, |result| match &result.result {
+            Ok(_) => passed += 1,
+            Err(Failure::Skipped(_)) => {}
+            Err(_) => failed.push(result.to_string()),
+        });
+    }
     println!("{passed} passed");
     assert!(
         failed.is_empty() && passed > 500 / shards,

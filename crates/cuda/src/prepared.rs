@@ -393,7 +393,7 @@ impl Launches<'_> {
                 }
                 NativeKernel::Sm90(sm90) => {
                     let gqa_group = params.gqa_group.value as usize;
-                    let by_tma = (access == Access::Vector)
+                    let by_tma = (access == Access::Vector && sm90.uses_tma())
                         .then(|| tensors.prefill_params(sm90, gqa_group, params))
                         .flatten();
                     let access = if by_tma.is_some() { Access::Tma } else { access };

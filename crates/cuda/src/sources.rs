@@ -12,6 +12,7 @@ use crate::plan::{
 };
 use crate::tma::TensorMap;
 use crate::wgmma;
+use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Program;
 
 pub(crate) const TYPES: &str = include_str!("kernels/common/types.cuh");
@@ -33,11 +34,14 @@ const SM80_DECODE: &str = include_str!("kernels/sm80/decode.cu");
 pub(crate) const WGMMA: &str = include_str!("kernels/sm90/wgmma.cuh");
 pub(crate) const BARRIER: &str = include_str!("kernels/sm90/barrier.cuh");
 pub(crate) const TMA: &str = include_str!("kernels/sm90/tma.cuh");
+const SM90_SPLIT_F32: &str = include_str!("kernels/sm90/split_f32.cuh");
 const SM90_TILES: &str = include_str!("kernels/sm90/tiles.cuh");
 const SM90_RECOMPUTE: &str = include_str!("kernels/sm90/recompute.cuh");
+const SM90_SHARED_MERGE: &str = include_str!("kernels/sm90/shared_merge.cuh");
 const SM90_BLOCK: &str = include_str!("kernels/sm90/block.cuh");
 const SM90_PREFILL: &str = include_str!("kernels/sm90/prefill.cu");
 const SM90_PREFILL_WIDE: &str = include_str!("kernels/sm90/prefill_wide.cu");
+const SM90_PREFILL_F32: &str = include_str!("kernels/sm90/prefill_f32.cu");
 const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
@@ -49,6 +53,7 @@ enum Family {
     Sm80Decode,
     Sm90Prefill,
     Sm90PrefillWide,
+    Sm90PrefillF32,
     MaskTiles,
     Limits,
     Sm90Limits,
@@ -57,19 +62,20 @@ enum Family {
 impl Family {
     /// The files of a program behind its constants.
     fn files(self) -> Vec<&'static str> {
-        let sm80 = |kernel| {
-            let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
-            common.into_iter().chain([SM80_TILES, COPY_TILE, STORE, SM80_GEMM, kernel]).collect()
+        let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
+        let sm80 =
+            |kernel| common.into_iter().chain([SM80_TILES, COPY_TILE, STORE, SM80_GEMM, kernel]).collect();
+        let sm90 = |kernel| {
+            let tiles = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, SM90_SPLIT_F32, STORE];
+            let ends = [SM90_RECOMPUTE, SM90_SHARED_MERGE, SM90_BLOCK, kernel];
+            common.into_iter().chain(tiles).chain(ends).collect()
         };
         match self {
             Self::Sm80Prefill => sm80(SM80_PREFILL),
             Self::Sm80Decode => sm80(SM80_DECODE),
-            Self::Sm90Prefill | Self::Sm90PrefillWide => {
-                let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
-                let sm90 = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, STORE, SM90_RECOMPUTE, SM90_BLOCK];
-                let teams = if self == Self::Sm90Prefill { SM90_PREFILL } else { SM90_PREFILL_WIDE };
-                common.into_iter().chain(sm90).chain([teams]).collect()
-            }
+            Self::Sm90Prefill => sm90(SM90_PREFILL),
+            Self::Sm90PrefillWide => sm90(SM90_PREFILL_WIDE),
+            Self::Sm90PrefillF32 => sm90(SM90_PREFILL_F32),
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
@@ -85,7 +91,7 @@ impl Family {
                 Divisor::device_source(),
                 ForwardParams::device_source(),
             ],
-            Self::Sm90Prefill | Self::Sm90PrefillWide => vec![
+            Self::Sm90Prefill | Self::Sm90PrefillWide | Self::Sm90PrefillF32 => vec![
                 TensorMap::device_source(),
                 WorkTile::device_source(),
                 Tensor::device_source(),
@@ -126,7 +132,8 @@ impl Access {
     pub(super) const fn all(kernel: &NativeKernel) -> &'static [Self] {
         match kernel {
             NativeKernel::Sm80(_) => &[Self::Vector, Self::Element],
-            NativeKernel::Sm90(_) => &[Self::Tma, Self::Vector, Self::Element],
+            NativeKernel::Sm90(kernel) if kernel.uses_tma() => &[Self::Tma, Self::Vector, Self::Element],
+            NativeKernel::Sm90(_) => &[Self::Vector, Self::Element],
         }
     }
 }
@@ -170,12 +177,16 @@ impl Source {
             wgmma::sources(&columns),
         ];
         let suffix = match access {
-            Access::Tma => "",
-            Access::Vector => "-vectors",
+            Access::Vector if kernel.uses_tma() => "-vectors",
+            Access::Tma | Access::Vector => "",
             Access::Element => "-elements",
         };
         let name = format!("{kernel}{suffix}");
-        let family = if shares_rows { Family::Sm90PrefillWide } else { Family::Sm90Prefill };
+        let family = match dtype {
+            Dtype::F32 => Family::Sm90PrefillF32,
+            Dtype::F16 | Dtype::BF16 if shares_rows => Family::Sm90PrefillWide,
+            Dtype::F16 | Dtype::BF16 => Family::Sm90Prefill,
+        };
         Self { name, family, constants: constants.join("\n") }
     }
 
@@ -230,7 +241,6 @@ mod tests {
     use super::*;
     use crate::plan::{CudaPlan, machines};
     use flashtile_core::codec::Codec;
-    use flashtile_core::dtype::Dtype;
     use flashtile_core::dtype::MaskKind;
     use flashtile_core::plan::{KernelChoice, PlanOptions};
     use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, QOffset, SeqLens, Visibility};
@@ -361,6 +371,10 @@ mod tests {
             (Dtype::BF16, 192, 192),
             (Dtype::BF16, 256, 256),
             (Dtype::BF16, 512, 512),
+            (Dtype::F32, 64, 64),
+            (Dtype::F32, 128, 128),
+            (Dtype::F32, 192, 128),
+            (Dtype::F32, 256, 256),
         ] {
             let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
             let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }]);

@@ -101,7 +101,7 @@ impl NativeKernel {
     pub(super) fn tile_shape(self, problem: &Problem) -> TileShape {
         match self {
             Self::Sm80(kernel) => kernel.tile_shape(problem),
-            Self::Sm90(kernel) => kernel.tile_shape(),
+            Self::Sm90(kernel) => kernel.tile_shape(problem),
         }
     }
 

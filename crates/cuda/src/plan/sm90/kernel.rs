@@ -1,6 +1,8 @@
 //! The `wgmma` kernels: what they compute, how one is chosen, and what it takes.
 
-use super::tile::{MAX_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, candidates};
+use super::tile::{
+    MAX_DIM, MAX_F32_VALUE_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, candidates, f32_candidates,
+};
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
 use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes};
@@ -12,6 +14,9 @@ use flashtile_core::problem::Problem;
 /// Elements of a row of a panel in shared memory: 128 bytes, those that TMA and `wgmma` swizzle.
 const PANEL_COLUMNS: usize = 64;
 const PANEL_ROW_BYTES: usize = 128;
+
+/// Parts of 16 bits into which an f32 is split.
+const F32_PARTS: usize = 3;
 
 /// Bytes of what warpgroups that share rows have in common: probabilities of 64 rows and keys, and two f32 of each thread.
 const SHARED_ROWS_BYTES: usize = WARPGROUP_ROWS * PANEL_ROW_BYTES + 2 * 128 * 8;
@@ -32,11 +37,10 @@ const FLAG_BYTES: usize = 16;
 /// `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Kernel {
-    /// f16 or bf16.
     pub(crate) dtype: Dtype,
     /// Head dimension, rounded up.
     pub(crate) head_dim: usize,
-    /// Columns of v, rounded up.
+    /// Columns of v that a work tile computes, rounded up; wider values of f32 are cut into panels.
     pub(crate) value_dim: usize,
     pub(crate) tile: Sm90Tile,
     /// True if keys lie in pages.
@@ -60,8 +64,8 @@ impl Sm90Kernel {
         let dims = problem.dims();
         if !facts.wgmma {
             Some("it is of kernels for compute capability 9.0")
-        } else if problem.dtype() == Dtype::F32 {
-            Some("it is of kernels for f16 and bf16")
+        } else if problem.dtype() == Dtype::F32 && dims.head_dim.max(dims.value_dim) > MAX_NARROW_DIM {
+            Some("it is of kernels for head dimensions up to 256 in f32")
         } else if dims.head_dim.max(dims.value_dim) > MAX_DIM {
             Some("it is of kernels for head dimensions up to 512")
         } else {
@@ -81,8 +85,16 @@ impl Sm90Kernel {
         let (dims, dtype, paged) = (problem.dims(), problem.dtype(), problem.is_cached());
         let is_wide = dims.head_dim.max(dims.value_dim) > MAX_NARROW_DIM;
         let head_dim = dims.head_dim.next_multiple_of(32);
-        // Warpgroups that share rows have whole panels of columns each.
-        let value_dim = dims.value_dim.next_multiple_of(if is_wide { 2 * PANEL_COLUMNS } else { 32 });
+        let value_dim = match dtype {
+            Dtype::F32 => {
+                let panels = dims.value_dim.div_ceil(MAX_F32_VALUE_DIM);
+                dims.value_dim.div_ceil(panels).next_multiple_of(32)
+            }
+            // Warpgroups that share rows have whole panels of columns each.
+            Dtype::F16 | Dtype::BF16 => {
+                dims.value_dim.next_multiple_of(if is_wide { 2 * PANEL_COLUMNS } else { 32 })
+            }
+        };
         let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
         let candidates = match asked {
             Some(tile) => {
@@ -94,6 +106,7 @@ impl Sm90Kernel {
                 }
                 vec![tile]
             }
+            None if dtype == Dtype::F32 => f32_candidates(head_dim, value_dim),
             None => {
                 let rows = problem.sequences().iter().map(|s| s.q_len.saturating_mul(dims.gqa_group()));
                 candidates(head_dim, value_dim, has_bias, rows)
@@ -122,24 +135,30 @@ impl Sm90Kernel {
         &self.tile
     }
 
+    /// True if TMA copies rows that it can read. f32 is copied by threads, which split it.
+    pub(crate) const fn uses_tma(&self) -> bool {
+        !matches!(self.dtype, Dtype::F32)
+    }
+
     /// The kernel's tile as the schedule sees it.
-    pub(in crate::plan) const fn tile_shape(&self) -> TileShape {
+    pub(in crate::plan) fn tile_shape(&self, problem: &Problem) -> TileShape {
         TileShape {
             rows: self.tile.rows(),
             keys: self.tile.keys(),
             value_dim: self.value_dim,
-            panels: 1,
+            panels: problem.dims().value_dim.div_ceil(self.value_dim),
             teams: self.tile.teams(),
             min_split_blocks: self.tile.min_split_blocks(),
         }
     }
 
-    /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns.
+    /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns of 16 bits.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
         let Sm90Tile { warpgroups, keys, stages, shares_rows, .. } = self.tile;
-        let row = self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let value_row = self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let parts = if matches!(self.dtype, Dtype::F32) { F32_PARTS } else { 1 };
+        let row = parts * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let value_row = parts * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
         let row_masks = WARPGROUP_ROWS * warpgroups * row_mask_bytes(self.has_bias);
         let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS + WORK_TILES) + 4 * stages;

@@ -6,6 +6,9 @@ use flashtile_core::plan::Unsupported;
 pub(super) const MAX_NARROW_DIM: usize = 256;
 pub(super) const MAX_DIM: usize = 512;
 
+/// The most columns of values of f32 that a warpgroup computes at a time: its registers hold the output and a tile's product.
+pub(super) const MAX_F32_VALUE_DIM: usize = 128;
+
 /// Rows of a product of a warpgroup.
 pub(crate) const WARPGROUP_ROWS: usize = 64;
 
@@ -133,6 +136,21 @@ pub(super) fn candidates(
     };
     let shapes = best.iter().chain(&[(2, 64), (2, 32)]);
     shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
+}
+
+/// Tiles of f32, best first. Shared memory holds three parts of 16 bits of each element: above a head dimension of 128 there is room for rows of
+/// one warpgroup.
+pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile> {
+    let best = match head_dim.max(value_dim) {
+        0..=64 => (2, 64, 3),
+        65..=128 => (2, 32, 2),
+        129..=192 => (1, 64, 1),
+        _ => (1, 48, 1),
+    };
+    let shapes = [best, (1, 32, 1), (1, 16, 1)];
+    shapes
+        .map(|(warpgroups, keys, stages)| Sm90Tile::new(warpgroups, keys, stages).with_ping_pong(false))
+        .to_vec()
 }
 
 /// True if two warpgroups are faster than three for sequences of these numbers of rows. Three need 0.87 to 0.92 of the time for a row, but
