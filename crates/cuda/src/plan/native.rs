@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn many_rows_of_16_bits_take_wgmma() {
+    fn many_rows_take_wgmma() {
         let bf16 = |q_len, head_dim, value_dim| names(desc(Dtype::BF16, q_len, head_dim, value_dim), &H100);
         assert_eq!(bf16(4, 128, 128), "cuda-decode-bf16-d128-mma16x64");
         assert_eq!(bf16(16, 128, 128), "cuda-prefill-bf16-d128-mma64x64");
@@ -258,7 +258,14 @@ mod tests {
         for facts in [CudaFacts { wgmma: false, ..H100 }, A100] {
             assert_eq!(f16(&facts), "cuda-prefill-f16-d128-mma128x64");
         }
-        assert_eq!(names(desc(Dtype::F32, 1000, 128, 128), &H100), "cuda-prefill-f32-d128-mma64x32");
+        let f32 = |q_len, head_dim, value_dim| names(desc(Dtype::F32, q_len, head_dim, value_dim), &H100);
+        assert_eq!(f32(16, 128, 128), "cuda-prefill-f32-d128-mma64x32");
+        assert_eq!(f32(1000, 64, 64), "cuda-prefill-f32-d64-wgmma128x64");
+        assert_eq!(f32(1000, 128, 128), "cuda-prefill-f32-d128-wgmma128x32");
+        assert_eq!(f32(1000, 192, 128), "cuda-prefill-f32-d192x128-wgmma64x64");
+        // Values in two panels.
+        assert_eq!(f32(1000, 256, 256), "cuda-prefill-f32-d256x128-wgmma64x48");
+        assert_eq!(f32(1000, 257, 64), "cuda-prefill-f32-d288x64-mma64x32");
     }
 
     #[test]
@@ -291,7 +298,8 @@ mod tests {
         let largest = Some(NativeTile::Sm90(Sm90Tile::new(3, 256, 4)));
         for (dtype, dim, facts, asked) in [
             (Dtype::BF16, 128, A100, sm90),
-            (Dtype::F32, 128, H100, sm90),
+            (Dtype::F32, 257, H100, sm90),
+            (Dtype::F32, 64, H100, Some(NativeTile::Sm90(Sm90Tile::new(3, 48, 1)))),
             (Dtype::BF16, 257, H100, sm90),
             (Dtype::BF16, 128, H100, Some(NativeTile::Sm90(Sm90Tile::new(4, 48, 3)))),
         ] {

@@ -2,8 +2,16 @@
 //
 // A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes
 // the next probabilities while the second runs. It takes the row_max of the tiles before, and finds out from the sums whether that was large
-// enough; if not, which is rare, it computes the scores again and raises row_max to their maxima. With PING_PONG the teams start their products in turn, so that one team multiplies while
-// another computes probabilities.
+// enough; if not, which is rare, it computes the scores again and raises row_max to their maxima. With PING_PONG the teams start their products in
+// turn, so that one team multiplies while another computes probabilities.
+
+// Whether the products of a step run together. NVRTC 12.0 to 12.8 move operands of the second between the two, and then wait for every single
+// instruction (C7513 in the log of `--ptxas-options=-v`): there one product is done before the next starts.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
+constexpr bool OVERLAPS = false;
+#else
+constexpr bool OVERLAPS = true;
+#endif
 
 // Starts out += probs v.
 DEVICE void start_pv(const PrefillMemory& memory, OnlineSoftmax& acc, Probs& probs, u32 stage) {
@@ -154,9 +162,10 @@ struct Stream {
             any_masked |= masked;
             const TileRows tile = {rows, block * BLOCK_N};
             // Biases branch, and the compiler waits for products where it branches.
-            if (Scoring::HAS_BIAS || first) {
-                multiply(team, true, !first);
+            if (Scoring::HAS_BIAS || first || !OVERLAPS) {
+                multiply(team, true, OVERLAPS && !first);
                 softmax(p, tile, masked, RESCALE_THRESHOLD);
+                if (!OVERLAPS) multiply(team, false, true);
                 block = next_block(p, work_tile, block + 1, blocks.end);
             } else {
                 const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;
@@ -166,7 +175,7 @@ struct Stream {
             }
         }
         team.release_q();
-        multiply(team, false, true);
+        if (OVERLAPS) multiply(team, false, true);
         return any_masked;
     }
 };

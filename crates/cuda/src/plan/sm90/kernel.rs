@@ -18,6 +18,9 @@ const PANEL_ROW_BYTES: usize = 128;
 /// Parts of 16 bits into which an f32 is split.
 const F32_PARTS: usize = 3;
 
+/// The most warpgroups that multiply f32: their threads have more registers than three have room for.
+const MAX_F32_WARPGROUPS: usize = 2;
+
 /// Bytes of what warpgroups that share rows have in common: probabilities of 64 rows and keys, and two f32 of each thread.
 const SHARED_ROWS_BYTES: usize = WARPGROUP_ROWS * PANEL_ROW_BYTES + 2 * 128 * 8;
 
@@ -99,6 +102,9 @@ impl Sm90Kernel {
         let candidates = match asked {
             Some(tile) => {
                 tile.check()?;
+                if dtype == Dtype::F32 && tile.warpgroups > MAX_F32_WARPGROUPS {
+                    return Err(Unsupported::Tile { why: "1 or 2 warpgroups multiply f32" });
+                }
                 if tile.shares_rows != is_wide {
                     return Err(Unsupported::Tile {
                         why: "warpgroups share rows above a head dimension of 256",
