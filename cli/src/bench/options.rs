@@ -164,10 +164,15 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// The length of each of `batch` sequences: the first `low`, the last `high`, others at equal steps between them.
-    pub(super) fn of(self, batch: usize) -> Vec<usize> {
+    /// The length of each of `batch` sequences: the first `low`, the last `high`, others at equal steps between them. Refuses
+    /// several lengths for one sequence.
+    pub(super) fn of(self, batch: usize) -> Result<Vec<usize>, Failure> {
+        let Self { low, high } = self;
+        if batch < 2 && low < high {
+            return Err(Failure::at("--seq", format_args!("{low}..{high} needs a --batch of 2 or more")));
+        }
         let last = batch.saturating_sub(1).max(1);
-        (0..batch).map(|n| self.low + (self.high - self.low) * n / last).collect()
+        Ok((0..batch).map(|n| low + (high - low) * n / last).collect())
     }
 }
 

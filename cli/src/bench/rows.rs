@@ -52,11 +52,7 @@ impl Row {
 
     /// Whole sequences of several lengths, one after another in one tensor.
     fn packed(dims: Dims, dtype: Dtype, visibility: Visibility, lengths: Lengths) -> Result<Self> {
-        if dims.batch < 2 {
-            let Lengths { low, high } = lengths;
-            return Err(Failure::at("--seq", format_args!("{low}..{high} needs a --batch of 2 or more")));
-        }
-        let ends = lengths.of(dims.batch).into_iter().scan(0usize, |total, len| {
+        let ends = lengths.of(dims.batch)?.into_iter().scan(0usize, |total, len| {
             *total = total.saturating_add(len);
             Some(*total)
         });
@@ -77,7 +73,7 @@ impl Row {
         lengths: Lengths,
     ) -> Result<Self> {
         let Lengths { low, high } = lengths;
-        let mut lens = lengths.of(dims.batch);
+        let mut lens = lengths.of(dims.batch)?;
         let q_len = args.queries.unwrap_or(1);
         if q_len > low {
             return Err(Failure::at(

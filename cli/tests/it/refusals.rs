@@ -533,6 +533,10 @@ fn other_commands() {
         (vec!["bench", "decode", "--seq", "9..3"], "or LOW..HIGH"),
         (vec!["bench", "prefill", "--seq", "3..9"], "--seq: 3..9 needs a --batch of 2 or more"),
         (
+            vec!["bench", "decode", "--cache", "paged", "--seq", "3..9"],
+            "--seq: 3..9 needs a --batch of 2 or more",
+        ),
+        (
             vec!["bench", "decode", "--seq", "3..9"],
             "--seq: 3..9 needs a --cache, whose sequences may differ in length",
         ),
