@@ -233,6 +233,29 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
     );
 }
 
+/// Splits that teams share the merge of, that one team merges, and that are merged in groups: more than a byte counts, and fewer than a
+/// tile has rows.
+#[test]
+fn tiles_of_wgmma_have_any_number_of_splits() {
+    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+        return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
+    };
+    // A tile of 128 rows, and one of a single row.
+    let many = Case::new("splits_many".to_owned(), [1, 1, 1, 129, 4800, 32, 32], Dtype::BF16);
+    let wide = Case::new("splits_wide".to_owned(), [1, 2, 1, 70, 1024, 64, 300], Dtype::F16);
+    let f32 = Case::new("splits_f32".to_owned(), [1, 2, 2, 100, 700, 64, 200], Dtype::F32);
+    let narrow = Sm90Tile::new(2, 16, 2);
+    for (case, tile, all_splits) in
+        [(many, narrow, &[7, 16, 17, 300][..]), (wide, Sm90Tile::wide(2), &[5, 13]), (f32, narrow, &[3, 10])]
+    {
+        let prepared = Prepared::new(&case).unwrap();
+        for &splits in all_splits {
+            let runner = CudaRunner::new(cuda.clone()).tiled(tile).with(options(Some(splits), true));
+            prepared.run(&runner).unwrap_or_else(|failure| panic!("{} in {splits}: {failure}", case.name));
+        }
+    }
+}
+
 #[test]
 fn blocks_of_threads_take_work_tiles_from_a_queue() {
     let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {

@@ -55,7 +55,7 @@ impl NativeKernel {
         }
     }
 
-    /// Heads that are computed at a time: so many that the second-level cache holds their keys and values. docs/kernels/hopper.md has
+    /// Heads that are computed at a time, as many as the second-level cache holds keys and values of. docs/kernels/hopper.md has
     /// measurements.
     pub(super) const fn section(self, facts: &CudaFacts, dtype: Dtype) -> Section {
         let row = (self.head_dim() + self.value_dim()) * dtype.bytes();

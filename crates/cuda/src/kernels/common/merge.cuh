@@ -33,20 +33,17 @@ DEVICE void store_partial(const ForwardParams& p, u32 partial, u32 row, u32 colu
     }
 }
 
-// Stores four columns of a row of a tile, times the row's factor and `unshrink`, in the output, whose row is at `to`.
-DEVICE void store_means(const ForwardParams& p, const WorkTile& work_tile, u64 to, u32 column, float4 x, float factor, float unshrink) {
-    u32 to_column = value_panel(work_tile) * VALUE_DIM + column;
-    if (to_column < p.value_dim)
-        store_columns4(p, to, to_column,
-                       make_float4(finite_mean(x.x, factor, unshrink), finite_mean(x.y, factor, unshrink),
-                                   finite_mean(x.z, factor, unshrink), finite_mean(x.w, factor, unshrink)));
+// Four columns of sums times the factor of their row and `unshrink`.
+DEVICE float4 finite_means(float4 x, float factor, float unshrink) {
+    return make_float4(finite_mean(x.x, factor, unshrink), finite_mean(x.y, factor, unshrink), finite_mean(x.z, factor, unshrink), finite_mean(x.w, factor, unshrink));
 }
 
 // Stores four columns of a row of a tile in the output, times `unshrink`.
 DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 row, u32 column, PartialRow x, float unshrink) {
     QRow at = q_row(p, work_tile.kv_head, work_tile.row + row);
     RowEnd end = finish_row(p, work_tile, at, x.row_max, x.row_sum);
-    store_means(p, work_tile, row_address(p.out, work_tile, at), column, x.out, end.factor, unshrink);
+    const u32 to_column = value_panel(work_tile) * VALUE_DIM + column;
+    if (to_column < p.value_dim) store_columns4(p, row_address(p.out, work_tile, at), to_column, finite_means(x.out, end.factor, unshrink));
     if (column == 0) store_lse(p, work_tile, at, end.lse);
 }
 
@@ -54,7 +51,7 @@ DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 
 struct MergeTeam {
     // Of several teams of a block, each with counters of its own.
     u32 team, teams;
-    u32* flag;
+    u32* message;
     int barrier;
     // Rows of the tile that the team merges.
     u32 first_row, rows;
@@ -74,10 +71,10 @@ DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const
         bool last = atomicAdd(at, 1) + 1 == splits;
         fence_device();
         if (last) *at = 0;
-        *team.flag = last;
+        *team.message = last;
     }
     named_barrier_sync<N>(team.barrier);
-    return *team.flag;
+    return *team.message;
 }
 
 // Merges a row of `count` partials from `first` on in the order of their keys, four columns a lane; values times `by`, a power of two.

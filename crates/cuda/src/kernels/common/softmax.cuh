@@ -37,7 +37,7 @@ struct RowStats {
             for (int half = 0; half < 2; half++) row_sum[m][half] += sums[m][half];
     }
 
-    // Gives rows that had none the row_max 0.
+    // Sets row_max to 0 in rows that have none yet.
     DEVICE void begin_at_zero() {
 #pragma unroll
         for (int m = 0; m < MMA_M; m++)

@@ -1,8 +1,8 @@
 // A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
 //
 // A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: a part of it descriptions of
-// work tiles, rows of q and tiles of keys, another part tiles of values. The other warpgroups, teams, multiply: prefill.cu has teams with rows of their own, and
-// prefill_wide.cu teams that share rows.
+// work tiles, rows of q and tiles of keys, another part tiles of values. The other warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have
+// teams with rows of their own, prefill_wide.cu teams that share rows.
 //
 // Constants beside tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
 //
@@ -41,15 +41,15 @@ static_assert(sizeof(SharedRows) % 1024 == 0);
 struct OwnRows {};
 
 struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
-    u8 q[PARTS * QTile::BYTES];
-    u8 k[STAGES][PARTS * KTile::BYTES];
-    u8 v[STAGES][PARTS * VTile::BYTES];
+    u8 q[TERMS * QTile::BYTES];
+    u8 k[STAGES][TERMS * KTile::BYTES];
+    u8 v[STAGES][TERMS * VTile::BYTES];
     // WARP_ROWS rows for each warp.
     Row rows[WARPS * WARP_ROWS];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
-    // Of each team, what its threads are told of a merge.
-    u32 merge_flags[3];
+    // What a thread of each team tells the others of a merge.
+    u32 merge_messages[3];
     // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;
 };
@@ -269,6 +269,8 @@ struct Team {
             mbarrier_wait(shared_address(memory.barriers.q_full + part), parity);
             return;
         }
+        // A product reads the rows of all warps of a team, as far as its instruction says.
+        named_barrier_sync<WARPGROUP_THREADS>(TEAM_BARRIER + team);
         if (value_team() == 0) {
             if constexpr (DTYPE == F32) {
                 copy_split_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
@@ -280,7 +282,7 @@ struct Team {
             fence_async_proxy();
         }
         if (VALUE_TEAMS > 1) named_barrier_sync<THREADS>(TURN_BARRIER);
-        else __syncwarp();
+        else named_barrier_sync<WARPGROUP_THREADS>(TEAM_BARRIER + team);
     }
 
     // A warp is done with what a barrier stands for: with products of it, which end for all lanes at once.
@@ -307,12 +309,15 @@ struct Team {
         u32 q_at = shared_address(memory.q) + part * (TEAM_ROWS * PANEL_ROW_BYTES);
         // Else the compiler keeps the descriptors of all steps in registers, and spills.
         q_at = opaque(q_at);
-        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * KTile::BYTES + value_team() * (WARP_KEYS * PANEL_ROW_BYTES));
+        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * (TERMS * KTile::BYTES) + value_team() * (WARP_KEYS * PANEL_ROW_BYTES));
         pin_registers(c);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; step++)
-            Wgmma<PART_DTYPE, WARP_KEYS>::shared(c, advance_descriptor(q, k_major_step<BLOCK_M>(step)), advance_descriptor(k, k_major_step<BLOCK_N>(step)), step > 0);
+        for (int n = 0; n < TERM_PRODUCTS; n++)
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; step++)
+                Wgmma<TERM_DTYPE, WARP_KEYS>::shared(c, advance_descriptor(q, left_term(n) * QTile::BYTES + k_major_step<BLOCK_M>(step)),
+                                                     advance_descriptor(k, right_term(n) * KTile::BYTES + k_major_step<BLOCK_N>(step)), n + step > 0);
         wgmma_commit();
     }
 
@@ -358,8 +363,8 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
     return !__any_sync(ALL_LANES, nonfinite != 0);
 }
 
-// Stores a warp's rows of a work tile, or its rows of a split; teams that wait for the last split merge all.
-DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc) {
+// Stores a warp's rows of a work tile, or of a split, whose team waits for the other splits if it has nothing else to do.
+DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc, bool is_last) {
     const ForwardParams& p = team.params.forward;
     if (work_tile.splits <= 1) {
         // `store_if_finite` has stored most rows of 16 bits.
@@ -368,11 +373,9 @@ DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftm
     }
     store_split(p, work_tile, team.first_row, acc);
     u32 first_row = team.part * TEAM_ROWS, rows = rows_of_tile(p, work_tile, first_row, TEAM_ROWS);
-    MergeTeam merge = {team.team, TEAMS, team.memory.merge_flags + team.team, TEAM_BARRIER + (int)team.team,
+    MergeTeam merge = {team.team, TEAMS, team.memory.merge_messages + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    // Splits are the last work tiles of a queue or a list.
-    const bool waits = team.params.queued || !work_tile.next;
-    merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, waits);
+    merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, is_last);
 }
 
 // The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.
@@ -392,8 +395,8 @@ struct FullBlocks {
     }
 };
 
-// Ends a work tile: stores a warp's rows.
-DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked) {
+// Ends a work tile, which may be the block's last: stores a warp's rows.
+DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked, bool is_last) {
     const ForwardParams& p = team.params.forward;
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
@@ -404,7 +407,7 @@ DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSof
     }
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
-    store(team, work_tile, acc);
+    store(team, work_tile, acc, is_last);
 }
 
 // Computes this block's work tiles. `stream.compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
@@ -423,12 +426,15 @@ DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
         stream.acc.reset();
         team.wait_q(work_tile, q_parity(tile_at));
         const bool any_masked = stream.compute(team, work_tile, blocks, rows);
-        end_work_tile(team, work_tile, stream.acc, any_masked);
+        RingStage<LISTED> next = tile_at;
+        next.advance();
+        const bool is_last = next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.work_tiles[next.stage()].sequence == NONE;
+        end_work_tile(team, work_tile, stream.acc, any_masked, is_last);
         mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
 }
 
-// Of prefill.cu or prefill_wide.cu: what the teams do.
+// Of prefill.cu, prefill_wide.cu or prefill_f32.cu: what the teams do.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {

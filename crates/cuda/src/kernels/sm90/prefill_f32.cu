@@ -1,18 +1,11 @@
 // Prefill of f32 for compute capability 9.0, by teams with 64 rows each.
 //
-// q, k, v and probabilities are sums of three bf16. Of the nine products of their parts the six largest are computed: what is left out is at most
-// 3 * 2^-24 of a product. The matrix unit truncates where it adds: the small products are added up first, and those of a tile's values start
-// from 0 and join the output by an addition that rounds to nearest. A step's products take six times as long as those of bf16, so that a team
-// overlaps nothing of its own: while it computes probabilities, the other multiplies.
+// q, k, v and probabilities are sums of three bf16. Of the nine products of their terms the six largest are computed: the others are less than 2^-21 of
+// a product, and 2^-24 of it on average. The matrix unit truncates where it adds: small products come first, and the product of a tile's
+// probabilities and values starts from 0 and joins the output by an addition that rounds to nearest. A step's products take six times as long as in
+// bf16, so that a team overlaps nothing of its own: while it computes probabilities, the other multiplies.
 
-static_assert(DTYPE == F32 && PARTS == 3 && VALUE_TEAMS == 1);
-
-// Pairs of parts that are multiplied, the smallest products first.
-constexpr int PART_PRODUCTS = 6;
-
-DEVICE constexpr int left_part(int product) { return product < 3 ? 2 - product : product == 3 ? 1 : 0; }
-
-DEVICE constexpr int right_part(int product) { return product < 3 ? product : product == 4 ? 1 : 0; }
+static_assert(DTYPE == F32 && TERMS == 3 && VALUE_TEAMS == 1);
 
 // A team's state: its place in the rings, and what it has in registers.
 struct F32Stream {
@@ -23,19 +16,9 @@ struct F32Stream {
     // scores = q k^T.
     DEVICE void multiply_keys(const Team& team) {
         k_at.wait_full(shared_address(team.memory.barriers.k_full));
-        float(&c)[BLOCK_N / 2] = (float(&)[BLOCK_N / 2])scores;
-        const u32 q_at = opaque(shared_address(team.memory.q) + team.part * (TEAM_ROWS * PANEL_ROW_BYTES));
-        const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(team.memory.k) + uniform(k_at.stage()) * (PARTS * KTile::BYTES));
+        const u32 stage = uniform(k_at.stage());
         team.begin_turn();
-        pin_registers(c);
-        wgmma_fence();
-#pragma unroll
-        for (int n = 0; n < PART_PRODUCTS; n++)
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; step++)
-                Wgmma<BF16, BLOCK_N>::shared(c, advance_descriptor(q, left_part(n) * QTile::BYTES + k_major_step<BLOCK_M>(step)),
-                                             advance_descriptor(k, right_part(n) * KTile::BYTES + k_major_step<BLOCK_N>(step)), n + step > 0);
-        wgmma_commit();
+        team.start_qk(scores, stage);
         team.end_turn();
         team.wait_qk<0>(scores, k_at.stage());
         k_at.advance();
@@ -43,36 +26,36 @@ struct F32Stream {
 
     // out += probs v, where the scores have become probabilities.
     DEVICE void multiply_values(const Team& team) {
-        u32 probs[PARTS][BLOCK_N / 16][4];
+        u32 probs[TERMS][BLOCK_N / 16][4];
 #pragma unroll
         for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                u32 parts[PARTS];
-                split_pair(scores[0][n][2 * half], scores[0][n][2 * half + 1], parts);
+                u32 terms[TERMS];
+                split_pair(scores[0][n][2 * half], scores[0][n][2 * half + 1], terms);
 #pragma unroll
-                for (int part = 0; part < PARTS; part++) probs[part][n / 2][n % 2 * 2 + half] = parts[part];
+                for (int term = 0; term < TERMS; term++) probs[term][n / 2][n % 2 * 2 + half] = terms[term];
             }
         float product[VALUE_DIM / 2] = {};
         v_at.wait_full(shared_address(team.memory.barriers.v_full));
-        const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(team.memory.v) + uniform(v_at.stage()) * (PARTS * VTile::BYTES));
+        const u64 v = mn_major_descriptor<BLOCK_N>(shared_address(team.memory.v) + uniform(v_at.stage()) * (TERMS * VTile::BYTES));
         team.begin_turn();
         pin_registers(product);
-        pin_registers((u32(&)[PARTS * BLOCK_N / 4])probs);
+        pin_registers((u32(&)[TERMS * BLOCK_N / 4])probs);
         wgmma_fence();
 #pragma unroll
-        for (int n = 0; n < PART_PRODUCTS; n++)
+        for (int n = 0; n < TERM_PRODUCTS; n++)
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; step++) {
-                const u32(&a)[4] = probs[left_part(n)][step];
-                Wgmma<BF16, VALUE_DIM>::registers(product, a[0], a[1], a[2], a[3],
-                                                  advance_descriptor(v, right_part(n) * VTile::BYTES + mn_major_step(step)), n + step > 0);
+                const u32(&a)[4] = probs[left_term(n)][step];
+                Wgmma<TERM_DTYPE, VALUE_DIM>::registers(product, a[0], a[1], a[2], a[3],
+                                                  advance_descriptor(v, right_term(n) * VTile::BYTES + mn_major_step(step)), n + step > 0);
             }
         wgmma_commit();
         team.end_turn();
         wgmma_wait<0>();
         pin_registers(product);
-        pin_registers((u32(&)[PARTS * BLOCK_N / 4])probs);
+        pin_registers((u32(&)[TERMS * BLOCK_N / 4])probs);
         team.arrive(team.memory.barriers.v_empty + v_at.stage());
         v_at.advance();
         float(&out)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
@@ -80,7 +63,7 @@ struct F32Stream {
         for (int i = 0; i < VALUE_DIM / 2; i++) out[i] += product[i];
     }
 
-    // Returns true if a score of the warp is infinite or NaN: of its parts' products an infinity has NaN where the other factor has a part of 0.
+    // Returns true if a score of the warp is infinite or NaN. Products with an infinity are NaN here, since its second term is.
     DEVICE bool has_nonfinite_score() const {
         float zero[2] = {};
 #pragma unroll

@@ -1,8 +1,8 @@
 // The output of a warp's rows once more, where its products may be wrong: a product hands an infinity or a NaN of a value to every row, also
 // to those that do not see its key, and sums of bf16 and f32 values may overflow where their means do not.
 //
-// This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16, of f32 8 in the order in which
-// lanes have them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
+// This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16 keys; of f32 8, permuted
+// as lanes hold them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
 
 // Elements of a word of an operand of mma.sync; a step has 8 times as many keys and columns.
 constexpr int WORD_ELEMENTS = DTYPE == F32 ? 1 : 2, STEP_KEYS = 8 * WORD_ELEMENTS, STEP_COLUMNS = 8 * WORD_ELEMENTS;

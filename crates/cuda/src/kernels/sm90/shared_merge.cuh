@@ -2,7 +2,7 @@
 //
 // A counter has the state of a tile's merge: STORED times the number of splits that are stored, WAITING << n where the team of split n waits or
 // merges, and BEGUN times the number of teams that know their rows. While splits are missing a team may stop waiting, and takes its bit
-// back; then the bits no longer change. The last team to learn its rows leaves 0 behind. Which teams share the rows changes nothing in the result:
+// back; once all are stored the bits no longer change. The last team to learn its rows leaves 0 behind. Which teams share the rows changes nothing in the result:
 // each row's partials are added in the order of their keys.
 
 constexpr u32 MAX_SHARING = 16, STORED = 1, STORED_MASK = 0xff, WAITING = 1 << 8, BEGUN = 1 << 24;
@@ -35,8 +35,10 @@ DEVICE MergeStep merge_step(const WorkTile& work_tile, bool of_group) {
 // last team alone.
 DEVICE MergeShare join_merge(u32* state_at, const MergeStep& step, bool waits) {
     const u32 bit = step.to == NONE && step.count <= MAX_SHARING ? WAITING << step.split : 0;
+    // Without bits there is nothing but the number of splits.
+    const u32 mask = bit ? STORED_MASK : ~0u;
     u32 state = atomic_add_acq_rel(state_at, STORED + bit) + STORED + bit;
-    for (u32 polls = waits && bit ? MERGE_POLLS : 0; (state & STORED_MASK) != step.count;) {
+    for (u32 polls = waits && bit ? MERGE_POLLS : 0; (state & mask) != step.count;) {
         if (polls) {
             polls--;
             __nanosleep(POLL_NANOSECONDS);
@@ -114,14 +116,14 @@ struct MergeRows {
     template <int BATCH>
     DEVICE void add(const float* out_at, const float* row_max_at, u32 from, float by, float4 (&sums)[MERGE_ROWS]) const {
         const float shift = row_max == -INF ? 0.f : row_max;
-        // All loads are issued before any of them is used. Lanes without a row and rows past the last read what nobody uses.
+        // All loads are issued before any of them is used. Lanes without a row, and rows past the last, read what nobody uses.
         float4 x[BATCH][MERGE_ROWS];
         float scales[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             scales[i] = __ldcg(row_max_at + i * PARTIAL_STEP);
 #pragma unroll
-            for (int c = 0; c < MERGE_ROWS; c++) x[i][c] = __ldcg((const float4*)(out_at + i * PARTIAL_STEP + c * VALUE_DIM));
+            for (int c = 0; c < MERGE_ROWS; c++) x[i][c] = __ldcg((const float4*)(out_at + i * PARTIAL_STEP + (from + c < count ? c * VALUE_DIM : 0)));
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
@@ -148,8 +150,8 @@ struct MergeRows {
         for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
     }
 
-    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not: they are computed again, of the splits,
-    // of which groups may have overflowed, and of values times SHRINK.
+    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not: those are summed a second time, over the
+    // splits, whose groups may have overflowed, and times SHRINK.
     DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
         float4 shrunk[MERGE_ROWS];
         if (CAN_OVERFLOW) sum<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), from, quad, SHRINK, shrunk);
@@ -157,9 +159,7 @@ struct MergeRows {
         for (int c = 0; c < MERGE_ROWS; c++) {
             const float by = __shfl_sync(ALL_LANES, factor, from + c);
             const bool again = CAN_OVERFLOW && !is_finite(sums[c]);
-            const float4 x = again ? shrunk[c] : sums[c];
-            const float unshrink = again ? 1.f / SHRINK : 1.f;
-            means[c] = make_float4(finite_mean(x.x, by, unshrink), finite_mean(x.y, by, unshrink), finite_mean(x.z, by, unshrink), finite_mean(x.w, by, unshrink));
+            means[c] = again ? finite_means(shrunk[c], by, 1.f / SHRINK) : finite_means(sums[c], by, 1.f);
         }
     }
 
@@ -179,7 +179,7 @@ struct MergeRows {
         for (int c = 0; c < MERGE_ROWS; c++) {
             const float by = __shfl_sync(ALL_LANES, factor, from + c);
             means[c] = make_float4(sums[c].x * by, sums[c].y * by, sums[c].z * by, sums[c].w * by);
-            all_finite &= is_finite(means[c]);
+            all_finite &= from + c >= count || is_finite(means[c]);
         }
         if (__any_sync(ALL_LANES, !all_finite)) careful_means(sums, from, quad, means);
         const u32 column = value_panel(work_tile) * VALUE_DIM + quad * 4;
@@ -191,7 +191,7 @@ struct MergeRows {
     }
 };
 
-// Merges a team's rows of `count` partials from `first` on, into the partial `to`, or for NONE into the output.
+// Merges a team's rows of a step's partials.
 DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, const MergeStep& step) {
     MergeRows rows(p, work_tile, team);
     const float* partials = partial_at(p, step.first);
@@ -208,8 +208,8 @@ DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const 
     }
 }
 
-// Called by the N threads of a team when they have stored a split of a tile. Teams that wait for the last one, if they wait, share the merge of all.
-// Where there are groups of splits, the last team of a group merges it first.
+// Called by the N threads of a team when they have stored a split of a tile. Where it `waits`, a team waits a while for the last split, and those that
+// did share the merge. Where there are groups of splits, the last team of a group merges it first.
 template <int N>
 DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, bool waits) {
     // One piece of code for both merges: it is a large part of the kernel.
@@ -221,10 +221,10 @@ DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, cons
             const MergeShare share = join_merge((u32*)p.counters + step.counter * team.teams + team.team, step, waits);
             // The team's rows: the first, and the one behind the last.
             const u32 begin = share.count ? team.rows * share.rank / share.count : 0, end = share.count ? team.rows * (share.rank + 1) / share.count : 0;
-            *team.flag = begin | end << 16;
+            *team.message = begin | end << 16;
         }
         named_barrier_sync<N>(team.barrier);
-        const u32 begin = *team.flag & 0xffff, end = *team.flag >> 16;
+        const u32 begin = *team.message & 0xffff, end = *team.message >> 16;
         if (begin == end) return;
         MergeTeam own = team;
         own.first_row += begin, own.rows = end - begin;

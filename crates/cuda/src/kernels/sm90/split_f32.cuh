@@ -1,14 +1,14 @@
 // f32 as sums of three bf16, which the matrix unit multiplies: an f32 has 24 bits of mantissa, a bf16 has 8.
 //
-// Each part is the rest of the f32 so far, truncated: the three add up to the f32 exactly, and have its sign. An infinity or NaN has NaN among its
-// parts. A tile in shared memory is a tile of each part, one after another.
+// Each term is what the terms before leave of the f32, truncated. They have its sign, and add up to it, but for bits below 2^-133, the least that a
+// bf16 has. The second term of an infinity or NaN is NaN. A tile in shared memory is a tile of each term, one after another.
 
-// The parts of two f32, in words of two.
-DEVICE void split_pair(float low, float high, u32 (&parts)[PARTS]) {
+// The terms of two f32, in words of two.
+DEVICE void split_pair(float low, float high, u32 (&terms)[TERMS]) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
+    for (int term = 0; term < TERMS; term++) {
         const u32 x = __float_as_uint(low), y = __float_as_uint(high);
-        parts[part] = x >> 16 | (y & 0xffff0000u);
+        terms[term] = x >> 16 | (y & 0xffff0000u);
         low -= __uint_as_float(x & 0xffff0000u), high -= __uint_as_float(y & 0xffff0000u);
     }
 }
@@ -29,15 +29,15 @@ DEVICE void load_f32_chunk(float (&x)[8], u64 row, u32 chunk, u32 dim, bool exis
     }
 }
 
-// Stores the parts of eight f32 as a chunk of each part's tile.
+// Stores the terms of eight f32 as a chunk of each term's tile.
 template <typename T>
 DEVICE void store_split_chunk(u32 to, const float (&x)[8]) {
-    u32 words[4][PARTS];
+    u32 words[4][TERMS];
 #pragma unroll
     for (int i = 0; i < 4; i++) split_pair(x[2 * i], x[2 * i + 1], words[i]);
 #pragma unroll
-    for (int part = 0; part < PARTS; part++)
-        st_shared16(to + part * T::BYTES, make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]));
+    for (int term = 0; term < TERMS; term++)
+        st_shared16(to + term * T::BYTES, make_uint4(words[0][term], words[1][term], words[2][term], words[3][term]));
 }
 
 // Loads of a thread for a tile of keys or values, by LOADERS threads; keys outside the work tile's are 0.
@@ -55,7 +55,7 @@ DEVICE void load_split_batch(float (&x)[BATCH][8], const ForwardParams& p, const
 // Copies BLOCK_N keys or values from key `j0` on. Chunks are loaded while those before are split.
 template <typename T>
 DEVICE void copy_split_kv_tile(const ForwardParams& p, const KvRows& kv, u32 to, u32 j0) {
-    constexpr int COPIES = BLOCK_N * T::ROW_CHUNKS / LOADERS, BATCH = COPIES % 4 == 0 ? SPLIT_BATCH : 2;
+    constexpr int COPIES = BLOCK_N * T::ROW_CHUNKS / LOADERS, BATCH = COPIES % SPLIT_BATCH == 0 ? SPLIT_BATCH : 2;
     static_assert(BLOCK_N * T::ROW_CHUNKS % LOADERS == 0 && COPIES % BATCH == 0);
     float next[BATCH][8];
     load_split_batch<T>(next, p, kv, j0, 0);

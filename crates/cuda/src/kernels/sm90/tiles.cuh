@@ -1,8 +1,15 @@
 // Layouts of tiles in shared memory: panels of 64 columns, the last filled with zeros.
 
-// Parts of an element: f32 is multiplied as the sum of three bf16, and has a tile of each.
-constexpr int PARTS = DTYPE == F32 ? 3 : 1;
-constexpr Dtype PART_DTYPE = DTYPE == F32 ? BF16 : DTYPE;
+// Terms of an element: f32 is multiplied as the sum of three bf16, and has a tile of each.
+constexpr int TERMS = DTYPE == F32 ? 3 : 1;
+constexpr Dtype TERM_DTYPE = DTYPE == F32 ? BF16 : DTYPE;
+
+// Pairs of terms that are multiplied, the smallest products first: of f32 six of nine.
+constexpr int TERM_PRODUCTS = DTYPE == F32 ? 6 : 1;
+
+DEVICE constexpr int left_term(int product) { return TERMS == 1 || product > 3 ? 0 : product == 3 ? 1 : 2 - product; }
+
+DEVICE constexpr int right_term(int product) { return TERMS == 1 || product == 3 || product == 5 ? 0 : product == 4 ? 1 : product; }
 
 DEVICE constexpr int padded_columns(int columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS * PANEL_COLUMNS; }
 

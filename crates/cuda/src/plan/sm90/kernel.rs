@@ -15,8 +15,8 @@ use flashtile_core::problem::Problem;
 const PANEL_COLUMNS: usize = 64;
 const PANEL_ROW_BYTES: usize = 128;
 
-/// Parts of 16 bits into which an f32 is split.
-const F32_PARTS: usize = 3;
+/// Terms of 16 bits into which an f32 is split.
+const F32_TERMS: usize = 3;
 
 /// The most warpgroups that multiply f32: their threads have more registers than three have room for.
 const MAX_F32_WARPGROUPS: usize = 2;
@@ -162,9 +162,9 @@ impl Sm90Kernel {
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
         let Sm90Tile { warpgroups, keys, stages, shares_rows, .. } = self.tile;
-        let parts = if matches!(self.dtype, Dtype::F32) { F32_PARTS } else { 1 };
-        let row = parts * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let value_row = parts * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let terms = if matches!(self.dtype, Dtype::F32) { F32_TERMS } else { 1 };
+        let row = terms * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
         let row_masks = WARPGROUP_ROWS * warpgroups * row_mask_bytes(self.has_bias);
         let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS + WORK_TILES) + 4 * stages;

@@ -138,7 +138,7 @@ pub(super) fn candidates(
     shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
 }
 
-/// Tiles of f32, best first. Shared memory holds three parts of 16 bits of each element: above a head dimension of 128 there is room for rows of
+/// Tiles of f32, best first. Shared memory holds three terms of 16 bits of each element: above a head dimension of 128 there is room for rows of
 /// one warpgroup.
 pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile> {
     let best = match head_dim.max(value_dim) {
@@ -183,7 +183,9 @@ mod tests {
     fn kernels_have_every_candidate() {
         for head_dim in (32..=512).step_by(32) {
             for value_dim in (32..=512).step_by(32) {
-                for tile in [false, true].into_iter().flat_map(|bias| of(head_dim, value_dim, bias)) {
+                let of_16_bits = [false, true].into_iter().flat_map(|bias| of(head_dim, value_dim, bias));
+                let of_f32 = f32_candidates(head_dim.min(256), value_dim.min(MAX_F32_VALUE_DIM));
+                for tile in of_16_bits.chain(of_f32) {
                     tile.check().unwrap_or_else(|why| panic!("{head_dim} {value_dim}: {tile:?}: {why}"));
                 }
             }
