@@ -363,22 +363,24 @@ mod tests {
     /// Kernels of every width, tile and way to read rows. `take` chooses among them by their number.
     fn sm90_sources(take: impl Fn(usize) -> bool) -> Vec<Source> {
         let mut sources = Vec::new();
-        for (dtype, dim, value_dim) in [
-            (Dtype::BF16, 64, 64),
-            (Dtype::F16, 96, 96),
-            (Dtype::BF16, 128, 128),
-            (Dtype::F16, 192, 128),
-            (Dtype::BF16, 192, 192),
-            (Dtype::BF16, 256, 256),
-            (Dtype::BF16, 512, 512),
-            (Dtype::F32, 64, 64),
-            (Dtype::F32, 128, 128),
-            (Dtype::F32, 192, 128),
-            (Dtype::F32, 256, 256),
+        for (dtype, q_len, dim, value_dim) in [
+            (Dtype::BF16, 600, 64, 64),
+            // Three warpgroups.
+            (Dtype::F16, 1152, 64, 64),
+            (Dtype::F16, 600, 96, 96),
+            (Dtype::BF16, 600, 128, 128),
+            (Dtype::F16, 600, 192, 128),
+            (Dtype::BF16, 600, 192, 192),
+            (Dtype::BF16, 600, 256, 256),
+            (Dtype::BF16, 600, 512, 512),
+            (Dtype::F32, 600, 64, 64),
+            (Dtype::F32, 600, 128, 128),
+            (Dtype::F32, 600, 192, 128),
+            (Dtype::F32, 600, 256, 256),
         ] {
             let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
-            let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }]);
-            let dense = ProblemDesc::new(Dims { kv_len: 600, ..paged.dims }, dtype);
+            let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len, kv_len: 2 * q_len }]);
+            let dense = ProblemDesc::new(Dims { kv_len: q_len, ..paged.dims }, dtype);
             let (mut with_softcap, mut masked) = (dense.clone(), dense.clone());
             (with_softcap.softcap, with_softcap.alibi) = (Some(30.0), true);
             masked.mask = Some(MaskKind::Additive(dtype));

@@ -1,10 +1,10 @@
 // A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
 //
-// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: a part of it descriptions of
-// work tiles, rows of q and tiles of keys, another part tiles of values. The other warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have
-// teams with rows of their own, prefill_wide.cu teams that share rows.
+// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: some warps copy descriptions of
+// work tiles, tiles of keys and, by TMA, rows of q; others copy tiles of values. Without TMA for q, each team copies its own rows. The other
+// warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have teams with rows of their own, prefill_wide.cu teams that share rows.
 //
-// Constants beside tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
+// Constants in addition to tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
 //
 //   PING_PONG           whether teams take turns
 //   TMA                 whether keys and values are copied by TMA, else by the threads of the last warpgroup
@@ -13,8 +13,8 @@ constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_
 // Parts of q, of a warpgroup's rows each.
 constexpr int Q_PARTS = BLOCK_M / TEAM_ROWS;
 static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && !(TMA && DTYPE == F32));
-// Registers of a thread that copies, and of one that multiplies, in multiples of 8. Together they are at most what the threads are launched
-// with: the block would wait forever for more. Finding tiles that a mask skips takes more of them than copies do, and so does splitting f32.
+// Registers of a thread that copies, and of one that multiplies, in multiples of 8. Their sum must not exceed what the block is launched with, or
+// setmaxnreg waits forever. A copying thread needs more registers to find tiles that a mask skips or to split f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
 constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
@@ -123,7 +123,8 @@ struct KvProducer {
         const u32 full = shared_address((VALUES ? barriers.v_full : barriers.k_full) + at.stage());
         const u32 empty = shared_address((VALUES ? barriers.v_empty : barriers.k_empty) + at.stage());
         if constexpr (TMA) {
-            // Each lane copies a box of rows: of pages kv_box_rows, else all. Pages are looked up before there is room for their rows.
+            // With pages, each lane copies a box of kv_box_rows rows; otherwise lane 0 copies the whole tile. The block table is read before
+            // waiting for an empty stage.
             const u32 lane = threadIdx.x % 32, box_rows = PAGED ? params.kv_box_rows : BLOCK_N, row = lane * box_rows, j = block * BLOCK_N + row;
             const u32 batch_rows = VALUES ? params.v_batch_rows : params.k_batch_rows;
             u32 start = work_tile.batch * batch_rows + work_tile.kv_start, length = work_tile.kv_len, from = j;
@@ -184,14 +185,14 @@ DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const Wor
     __syncwarp();
 }
 
-// The threads that copy keys.
+// Synchronizes the threads that copy keys.
 DEVICE void sync_loaders() {
     if (TMA) __syncwarp();
     else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
 }
 
-// The entry behind a work tile, NONE after the last: of this block's list, or the next in the queue of all blocks. A block asks the queue
-// only when it has started all copies of keys, else it would keep work tiles from others that could begin them at once.
+// The entry after a work tile, NONE after the last: of this block's list, or the next in the queue of all blocks. A block asks the queue only
+// when it has started all copies of keys, else it would keep work tiles from others that could begin them at once.
 DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile) {
     if (!params.queued) return work_tile.next ? work_tile.next : NONE;
     if (threadIdx.x % LOADERS == 0) {
@@ -263,7 +264,7 @@ struct Team {
         return rows;
     }
 
-    // Waits for the team's rows of q, or copies the warp's. All teams that share rows have computed their scores of the work tile before.
+    // Waits for the team's rows of q, or copies the warp's. The teams that share these rows have finished all scores of the work tile before.
     DEVICE void wait_q(const WorkTile& work_tile, u32 parity) const {
         if (TMA && params.q_box_positions) {
             mbarrier_wait(shared_address(memory.barriers.q_full + part), parity);
@@ -285,7 +286,14 @@ struct Team {
         else named_barrier_sync<WARPGROUP_THREADS>(TEAM_BARRIER + team);
     }
 
-    // A warp is done with what a barrier stands for: with products of it, which end for all lanes at once.
+    // Returns true if no work tile is listed after the one at `tile_at`.
+    DEVICE bool is_last(const RingStage<LISTED>& tile_at) const {
+        RingStage<LISTED> next = tile_at;
+        next.advance();
+        return next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.work_tiles[next.stage()].sequence == NONE;
+    }
+
+    // Arrives once for the warp. Its products end for all lanes together, so one lane suffices.
     DEVICE void arrive(u64* barrier) const {
         if (lane == 0) mbarrier_arrive(shared_address(barrier));
     }
@@ -342,7 +350,7 @@ struct Team {
     }
 };
 
-// Stores a warp's rows where all that is stored is finite. Returns false where it is not: the rows may be wrong.
+// Stores a warp's rows. Returns false if a stored element is infinite or NaN: the rows may be wrong, and the caller stores them again.
 DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
     RowStats stats = acc;
     stats.reduce_row_sum(p);
@@ -364,8 +372,9 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
 }
 
 // Stores a warp's rows of a work tile, or of a split, whose team waits for the other splits if it has nothing else to do.
-DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftmax& acc, bool is_last) {
+DEVICE void store(const Team& team, const RingStage<LISTED>& tile_at, const OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
+    const WorkTile& work_tile = team.memory.work_tiles[tile_at.stage()];
     if (work_tile.splits <= 1) {
         // `store_if_finite` has stored most rows of 16 bits.
         store_rows<DTYPE == F32>(p, work_tile, team.first_row, acc);
@@ -375,10 +384,10 @@ DEVICE void store(const Team& team, const WorkTile& work_tile, const OnlineSoftm
     u32 first_row = team.part * TEAM_ROWS, rows = rows_of_tile(p, work_tile, first_row, TEAM_ROWS);
     MergeTeam merge = {team.team, TEAMS, team.memory.merge_messages + team.team, TEAM_BARRIER + (int)team.team,
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
-    merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, is_last);
+    merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, team.is_last(tile_at));
 }
 
-// The tiles of keys of a work tile that are not masked as they are for all rows, where no mask is materialised.
+// The tiles of keys that every row of the work tile sees in full. Used if there is no materialised mask.
 struct FullBlocks {
     u32 begin, end;
 
@@ -395,9 +404,10 @@ struct FullBlocks {
     }
 };
 
-// Ends a work tile, which may be the block's last: stores a warp's rows.
-DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSoftmax& acc, bool any_masked, bool is_last) {
+// Ends the work tile at `tile_at`: stores a warp's rows.
+DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc, bool any_masked) {
     const ForwardParams& p = team.params.forward;
+    const WorkTile& work_tile = team.memory.work_tiles[tile_at.stage()];
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
@@ -407,7 +417,7 @@ DEVICE void end_work_tile(const Team& team, const WorkTile& work_tile, OnlineSof
     }
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
-    store(team, work_tile, acc, is_last);
+    store(team, tile_at, acc);
 }
 
 // Computes this block's work tiles. `stream.compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
@@ -426,15 +436,12 @@ DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
         stream.acc.reset();
         team.wait_q(work_tile, q_parity(tile_at));
         const bool any_masked = stream.compute(team, work_tile, blocks, rows);
-        RingStage<LISTED> next = tile_at;
-        next.advance();
-        const bool is_last = next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.work_tiles[next.stage()].sequence == NONE;
-        end_work_tile(team, work_tile, stream.acc, any_masked, is_last);
+        end_work_tile(team, tile_at, stream.acc, any_masked);
         mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
 }
 
-// Of prefill.cu, prefill_wide.cu or prefill_f32.cu: what the teams do.
+// What the teams do; defined in prefill.cu, prefill_wide.cu or prefill_f32.cu.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {

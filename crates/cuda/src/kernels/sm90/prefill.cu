@@ -1,9 +1,10 @@
 // Prefill for compute capability 9.0 by teams with 64 rows each.
 //
-// A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes
-// the next probabilities while the second runs. It takes the row_max of the tiles before, and finds out from the sums whether that was large
-// enough; if not, which is rare, it computes the scores again and raises row_max to their maxima. With PING_PONG the teams start their products in
-// turn, so that one team multiplies while another computes probabilities.
+// A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes the
+// next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
+// enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a
+// bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
+// probabilities.
 
 // Whether the products of a step run together. NVRTC 12.0 to 12.8 move operands of the second between the two, and then wait for every single
 // instruction (C7513 in the log of `--ptxas-options=-v`): there one product is done before the next starts.
@@ -34,7 +35,7 @@ DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& sc
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
     update_row_max(acc, scores, scale, threshold, rescale);
     exponentiate(acc, scores, scale, sums);
-    // The compiler would move what it can behind the wait for the products that run meanwhile.
+    // The compiler would move what it can past the wait for the products that run meanwhile.
     pin_registers((float(&)[BLOCK_N / 2])scores);
 }
 
@@ -156,7 +157,7 @@ struct Stream {
         bool any_masked = false;
         for (u32 block = blocks.first; block < blocks.end;) {
             const bool first = block == blocks.first;
-            // Found again for each tile, which takes no registers from products.
+            // Recomputed for each tile, so that it occupies no registers during products.
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
             any_masked |= masked;

@@ -1,9 +1,10 @@
 // Prefill of f32 for compute capability 9.0, by teams with 64 rows each.
 //
-// q, k, v and probabilities are sums of three bf16. Of the nine products of their terms the six largest are computed: the others are less than 2^-21 of
-// a product, and 2^-24 of it on average. The matrix unit truncates where it adds: small products come first, and the product of a tile's
-// probabilities and values starts from 0 and joins the output by an addition that rounds to nearest. A step's products take six times as long as in
-// bf16, so that a team overlaps nothing of its own: while it computes probabilities, the other multiplies.
+// q, k, v and probabilities are sums of three bf16. Of the nine products of their terms the six largest are computed: the others are less than
+// 2^-21 of a product, and 2^-24 of it on average. The matrix unit truncates where it adds: small products come first, and the product of a tile's
+// probabilities and values starts from 0 and joins the output by an addition that rounds to nearest. A step's products take six times as long as
+// in bf16, so a team does not overlap them with its own softmax. Where there are two teams, one multiplies while the other computes
+// probabilities, with PING_PONG or without.
 
 static_assert(DTYPE == F32 && TERMS == 3 && VALUE_TEAMS == 1);
 
@@ -73,7 +74,7 @@ struct F32Stream {
         return __any_sync(ALL_LANES, !(zero[0] + zero[1] == 0.f));
     }
 
-    // The products of a tile of keys again.
+    // Recomputes a tile's scores by mma.sync, for the warp's rows.
     DEVICE void recompute_scores(const Team& team, const WorkTile& work_tile, u32 key0) {
         const ForwardParams& p = team.params.forward;
         const KvSource source(p, work_tile);

@@ -1,5 +1,5 @@
-// The output of a warp's rows once more, where its products may be wrong: a product hands an infinity or a NaN of a value to every row, also
-// to those that do not see its key, and sums of bf16 and f32 values may overflow where their means do not.
+// Recomputes the output of a warp's rows if it may be wrong: a product passes a value's infinity or NaN to every row, even rows that do not see
+// its key, and sums of bf16 and f32 values may overflow where their means do not.
 //
 // This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16 keys; of f32 8, permuted
 // as lanes hold them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
@@ -133,7 +133,7 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
     const u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (u32 key0 = work_tile.begin / STEP_KEYS * STEP_KEYS; key0 < work_tile.end; key0 += STEP_KEYS) {
-        // Addresses are found again for each step, which takes no registers from the others.
+        // Addresses are recomputed in each step, so that they occupy no registers between steps.
         const WorkTile& found = *opaque(&work_tile);
         const KvSource source(p, found);
         float products[WORD_ELEMENTS][4];
@@ -143,7 +143,7 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
         recompute_probs(p, warp, key0, visible, products, words);
         AFragment<DTYPE> probs;
         probs.set(words);
-        // Of word i of a right operand, the keys of its elements.
+        // The addresses of the value rows from which word i of a right operand takes its elements.
         u64 v[2][WORD_ELEMENTS];
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -167,7 +167,7 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
     }
 }
 
-// Replaces acc.out; of finite values it sums SHRINK times the value where sums can overflow. `rows` are the warp's, from the work tile's row
+// Replaces acc.out. If sums can overflow, finite values are multiplied by SHRINK first. `rows` are the warp's, from the work tile's row
 // `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;

@@ -1,4 +1,5 @@
-// Merges of the splits of a tile by several teams: those that have nothing else to do wait for the last split, and share the tile's rows.
+// Merges the splits of a tile. A team with no further work tile waits for the last split; the team that stores it and those still waiting divide
+// the tile's rows.
 //
 // A counter has the state of a tile's merge: STORED times the number of splits that are stored, WAITING << n where the team of split n waits or
 // merges, and BEGUN times the number of teams that know their rows. While splits are missing a team may stop waiting, and takes its bit
@@ -6,7 +7,8 @@
 // each row's partials are added in the order of their keys.
 
 constexpr u32 MAX_SHARING = 16, STORED = 1, STORED_MASK = 0xff, WAITING = 1 << 8, BEGUN = 1 << 24;
-// How often a team looks for the last split, and nanoseconds between.
+// Polls for the last split, and the sleep between them. A poll also waits for a load from the second-level cache, and __nanosleep may sleep up to
+// twice as long.
 constexpr u32 MERGE_POLLS = 128, POLL_NANOSECONDS = 100;
 
 // The share of a merge: rows are divided among `count` teams, of which this one has number `rank`. Nothing if `count` is 0.
@@ -14,8 +16,8 @@ struct MergeShare {
     u32 rank, count;
 };
 
-// `count` partials from `first` on that are merged into the partial `to`, or for NONE into the output, when all are stored: the state of that is
-// counter `counter`. `split` of them is the team's.
+// A merge of `count` partials from `first` on into the partial `to`, or into the output if `to` is NONE. `split` is the index of this team's
+// partial among them; counter `counter` holds the state.
 struct MergeStep {
     u32 first, count, to, split, counter;
 };
@@ -31,8 +33,7 @@ DEVICE MergeStep merge_step(const WorkTile& work_tile, bool of_group) {
     return {first, count, NONE, split, work_tile.counter};
 }
 
-// Stores a split in a merge's state, and if `waits` waits for the others. Groups, and more splits than the state has bits for, are merged by the
-// last team alone.
+// Records a split as stored; if `waits`, waits for the others. The last team alone merges a group, or more splits than the state has bits for.
 DEVICE MergeShare join_merge(u32* state_at, const MergeStep& step, bool waits) {
     const u32 bit = step.to == NONE && step.count <= MAX_SHARING ? WAITING << step.split : 0;
     // Without bits there is nothing but the number of splits.
@@ -59,7 +60,7 @@ DEVICE MergeShare join_merge(u32* state_at, const MergeStep& step, bool waits) {
 
 // ---- the rows of a merge
 //
-// A merge is code that runs once: fetching its instructions takes longer than its loads. It has few, in loops.
+// A merge runs once, so fetching its instructions takes longer than its loads. Loops that are not unrolled keep the code short.
 
 // Partials that a lane loads at a time, and rows of each.
 constexpr int MERGE_BATCH = 4, MERGE_ROWS = 2;
@@ -150,8 +151,8 @@ struct MergeRows {
         for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
     }
 
-    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not: those are summed a second time, over the
-    // splits, whose groups may have overflowed, and times SHRINK.
+    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not. Such rows are summed a second time,
+    // scaled by SHRINK, from the splits themselves, since a group's sum may have overflowed too.
     DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
         float4 shrunk[MERGE_ROWS];
         if (CAN_OVERFLOW) sum<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), from, quad, SHRINK, shrunk);
@@ -208,8 +209,8 @@ DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const 
     }
 }
 
-// Called by the N threads of a team when they have stored a split of a tile. Where it `waits`, a team waits a while for the last split, and those that
-// did share the merge. Where there are groups of splits, the last team of a group merges it first.
+// Called by the N threads of a team when they have stored a split of a tile. If `waits`, the team waits a while for the last split; it and the
+// team that stores that split divide the merge. Where there are groups of splits, the last team of a group merges it first.
 template <int N>
 DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, bool waits) {
     // One piece of code for both merges: it is a large part of the kernel.

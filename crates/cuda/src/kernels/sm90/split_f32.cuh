@@ -1,7 +1,8 @@
 // f32 as sums of three bf16, which the matrix unit multiplies: an f32 has 24 bits of mantissa, a bf16 has 8.
 //
-// Each term is what the terms before leave of the f32, truncated. They have its sign, and add up to it, but for bits below 2^-133, the least that a
-// bf16 has. The second term of an infinity or NaN is NaN. A tile in shared memory is a tile of each term, one after another.
+// Each term is the remainder after the earlier terms, truncated to bf16. Terms have the sign of the f32 and sum to it exactly, except for bits
+// below 2^-133, the smallest bf16. The second term of an infinity or NaN is NaN. A tile in shared memory is a tile of each term, one after
+// another.
 
 // The terms of two f32, in words of two.
 DEVICE void split_pair(float low, float high, u32 (&terms)[TERMS]) {
@@ -40,7 +41,7 @@ DEVICE void store_split_chunk(u32 to, const float (&x)[8]) {
         st_shared16(to + term * T::BYTES, make_uint4(words[0][term], words[1][term], words[2][term], words[3][term]));
 }
 
-// Loads of a thread for a tile of keys or values, by LOADERS threads; keys outside the work tile's are 0.
+// Loads one batch of a thread's chunks of keys or values; LOADERS threads load a tile. Keys outside the work tile are 0.
 template <typename T, int BATCH>
 DEVICE void load_split_batch(float (&x)[BATCH][8], const ForwardParams& p, const KvRows& kv, u32 j0, int first) {
 #pragma unroll
