@@ -243,6 +243,11 @@ DEVICE void mask_scores(const ForwardParams&, Scores& s, const UnbiasedRow* rows
     }
 }
 
+DEVICE void mask_scores(const ForwardParams& p, Scores& s, const Row* rows, u32 key0, bool masked) {
+    if (masked) mask_scores<true>(p, s, rows, key0);
+    else mask_scores<false>(p, s, rows, key0);
+}
+
 // By what row_sum and the output are to be scaled, where any row of the warp is.
 struct Rescale {
     float factor[MMA_M][2];
@@ -333,6 +338,14 @@ DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, float
             }
         }
     }
+}
+
+// `exponentiate`, after row_max was updated: also scales what was accumulated before, and adds the sums.
+DEVICE void exponentiate_and_rescale(OnlineSoftmax& acc, Scores& s, float scale, const Rescale& rescale) {
+    float sums[MMA_M][2] = {};
+    exponentiate(acc, s, scale, sums);
+    rescale_o(acc, rescale);
+    acc.add_to_row_sum(sums);
 }
 
 // Returns true if row_max may be too small for a tile, or too large for a row that has seen no key before: if a lane's sum of probabilities

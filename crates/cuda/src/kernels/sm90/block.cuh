@@ -48,7 +48,7 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     Row rows[WARPS * WARP_ROWS];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
-    // What a thread of each team tells the others of a merge.
+    // The rows of a merge, which one thread of each team passes to the others.
     u32 merge_messages[3];
     // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;
@@ -420,13 +420,16 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     store(team, tile_at, acc);
 }
 
-// Computes this block's work tiles. `stream.compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
+// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
 // if it masked a tile.
 template <typename Stream>
-DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
-    const ForwardParams& p = team.params.forward;
-    PrefillMemory& memory = team.memory;
+DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
+    const ForwardParams& p = params.forward;
+    const Team team(params, memory);
+    Stream stream;
     RingStage<LISTED> tile_at;
+    // The first turn.
+    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
     for (;; tile_at.advance()) {
         tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
         const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
@@ -441,7 +444,7 @@ DEVICE void compute_work_tiles(const Team& team, Stream& stream) {
     }
 }
 
-// What the teams do; defined in prefill.cu, prefill_wide.cu or prefill_f32.cu.
+// The entry point of the warpgroups that multiply, which prefill.cu, prefill_wide.cu and prefill_f32.cu define.
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {

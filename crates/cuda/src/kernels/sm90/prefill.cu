@@ -6,8 +6,8 @@
 // bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
 // probabilities.
 
-// Whether the products of a step run together. NVRTC 12.0 to 12.8 move operands of the second between the two, and then wait for every single
-// instruction (C7513 in the log of `--ptxas-options=-v`): there one product is done before the next starts.
+// True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
+// wgmma (C7513 in the log of `--ptxas-options=-v`): there one product finishes before the next starts.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else
@@ -98,8 +98,7 @@ struct Stream {
     DEVICE void softmax(const ForwardParams& p, const TileRows& tile, bool masked, float threshold) {
         Rescale rescale;
         float sums[1][2] = {};
-        if (masked) mask_scores<true>(p, scores, tile.rows, tile.key0);
-        else mask_scores<false>(p, scores, tile.rows, tile.key0);
+        mask_scores(p, scores, tile.rows, tile.key0, masked);
         begin_softmax(p, acc, scores, threshold, rescale, sums);
         end_softmax(acc, scores, probs, rescale, sums);
     }
@@ -182,8 +181,5 @@ struct Stream {
 };
 
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    const Team team(params, memory);
-    Stream stream;
-    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
-    compute_work_tiles(team, stream);
+    compute_work_tiles<Stream>(params, memory);
 }

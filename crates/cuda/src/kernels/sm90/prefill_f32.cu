@@ -92,14 +92,10 @@ struct F32Stream {
 
     DEVICE void softmax(const ForwardParams& p, const Row* rows, u32 key0, bool masked) {
         const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
-        if (masked) mask_scores<true>(p, scores, rows, key0);
-        else mask_scores<false>(p, scores, rows, key0);
+        mask_scores(p, scores, rows, key0, masked);
         Rescale rescale;
-        float sums[1][2] = {};
         update_row_max(acc, scores, scale, RESCALE_THRESHOLD, rescale);
-        exponentiate(acc, scores, scale, sums);
-        rescale_o(acc, rescale);
-        acc.add_to_row_sum(sums);
+        exponentiate_and_rescale(acc, scores, scale, rescale);
     }
 
     DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
@@ -119,8 +115,5 @@ struct F32Stream {
 };
 
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    const Team team(params, memory);
-    F32Stream stream;
-    if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
-    compute_work_tiles(team, stream);
+    compute_work_tiles<F32Stream>(params, memory);
 }

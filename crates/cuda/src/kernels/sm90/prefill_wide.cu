@@ -93,14 +93,10 @@ struct WideStream {
         team.wait_qk<0>(scores, k_at.stage());
         k_at.advance();
         const u32 key0 = block * BLOCK_N + team.team * WARP_KEYS;
-        if (masked) mask_scores<true>(p, scores, rows, key0);
-        else mask_scores<false>(p, scores, rows, key0);
+        mask_scores(p, scores, rows, key0, masked);
         Rescale rescale;
-        float sums[1][2] = {};
         update_shared_row_max(team, scale, rescale);
-        exponentiate(acc, scores, scale, sums);
-        rescale_o(acc, rescale);
-        acc.add_to_row_sum(sums);
+        exponentiate_and_rescale(acc, scores, scale, rescale);
         share_probs(team);
         multiply_values(team);
     }
@@ -125,7 +121,5 @@ struct WideStream {
 };
 
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    const Team team(params, memory);
-    WideStream stream;
-    compute_work_tiles(team, stream);
+    compute_work_tiles<WideStream>(params, memory);
 }
