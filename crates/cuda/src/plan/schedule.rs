@@ -336,16 +336,32 @@ fn in_sections(tiles: &[Tile], section: Section, tail: usize) -> Vec<Tile> {
     sections.into_iter().map(|(_, tile)| tile).collect()
 }
 
-/// The last of `tiles` that are better cut: as many as leave blocks of threads without work after all have had the same number of tiles,
-/// if that takes long. Cuts cost about as much as two blocks of keys, and partial results as much again.
+/// The last of `tiles` that are better cut: what remains of a last round for `room` blocks of threads, if blocks would wait long for others
+/// without a cut. Where the last tiles are short, as under a causal mask, they fill what longer ones leave, and nothing is cut.
 fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
+    // Cuts cost about as much as two blocks of keys, and partial results as much again.
     const COST: usize = 4;
+    if tiles.len() <= room {
+        return 0;
+    }
     let rest = tiles.len() % room;
-    let blocks = tiles[tiles.len() - rest..].iter().map(|tile| tile.blocks(shape.keys));
-    let (longest, total) = (blocks.clone().max().unwrap_or(0), blocks.sum::<usize>());
-    // Shorter tiles end while the longest is computed: the shortest of all the others began before.
-    let cut = total.div_ceil(room).max(shape.min_split_blocks) + COST;
-    if tiles.len() > room && longest > cut { rest } else { 0 }
+    let (before, last) = tiles.split_at(tiles.len() - rest);
+    let blocks = last.iter().map(|tile| tile.blocks(shape.keys)).sum::<usize>();
+    let cut = list_schedule(before, shape.keys, room) + blocks.div_ceil(room).max(shape.min_split_blocks) + COST;
+    if list_schedule(tiles, shape.keys, room) > cut { rest } else { 0 }
+}
+
+/// When the last of `tiles` ends, in the time of a block of keys, if each in turn goes to whichever of `room` blocks of threads is done first.
+fn list_schedule(tiles: &[Tile], block_k: usize, room: usize) -> usize {
+    let mut ends: BinaryHeap<Reverse<usize>> = std::iter::repeat_n(Reverse(0), room).collect();
+    let mut last = 0;
+    for tile in tiles {
+        let Some(mut first) = ends.peek_mut() else { break };
+        // A tile's beginning and end take about as long as a block of keys.
+        first.0 += tile.blocks(block_k) + 1;
+        last = last.max(first.0);
+    }
+    last
 }
 
 /// Splits of every tile where all tiles are better cut into as many. Tiles of one head are cut at about the same keys then, and the blocks of
@@ -526,6 +542,10 @@ mod tests {
         // The queue has the first counter.
         assert!(splits.iter().all(|split| split.counter > 0));
         assert_eq!(assignment.launch((), 2).capacity.counters, 2 * 3);
+        // Tiles of rows that see ever fewer keys: the last ones end while others are computed.
+        let causal: Vec<Tile> = (0..14).map(|n| tile(n, 0..64 * (32 - 2 * n))).collect();
+        let assignment = Assignment::queue(causal, &SHAPE, keys(usize::MAX), 4, true);
+        assert!(assignment.work_tiles().all(|work_tile| work_tile.splits == 1));
         // A tile of few blocks is not worth it.
         let short: Vec<Tile> = (0..14).map(|n| tile(n, 0..300)).collect();
         let assignment = Assignment::queue(short, &SHAPE, keys(1), 4, true);
