@@ -1,7 +1,7 @@
 // A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
 //
 // A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: some warps copy descriptions of
-// work tiles, tiles of keys and, by TMA, rows of q; others copy tiles of values. Without TMA for q, each team copies its own rows. The other
+// work tiles, tiles of keys and, by TMA, rows of q; others find what each row sees and copy tiles of values. Without TMA for q, each team copies its own rows. The other
 // warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have teams with rows of their own, prefill_wide.cu teams that share rows.
 //
 // Constants in addition to tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
@@ -28,7 +28,7 @@ constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 struct Barriers {
     u64 q_full[Q_PARTS], q_empty[Q_PARTS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    u64 work_tile_full[LISTED], work_tile_empty[LISTED];
+    u64 work_tile_full[LISTED], work_tile_empty[LISTED], rows_full[LISTED];
 };
 
 // Shared memory of two teams that share rows: the probabilities of a tile of 64 keys, and two values that each thread passes to the other team.
@@ -44,8 +44,8 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     u8 q[TERMS * QTile::BYTES];
     u8 k[STAGES][TERMS * KTile::BYTES];
     u8 v[STAGES][TERMS * VTile::BYTES];
-    // WARP_ROWS rows for each warp.
-    Row rows[WARPS * WARP_ROWS];
+    // The rows of each work tile.
+    Row rows[LISTED][BLOCK_M];
     WorkTile work_tiles[LISTED];
     Barriers barriers;
     // The rows of a merge, which one thread of each team passes to the others.
@@ -208,7 +208,7 @@ DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const 
     return entry;
 }
 
-// Copies descriptions, rows of q and keys of this block's work tiles, or, if VALUES, their values.
+// Copies descriptions, rows of q and keys of this block's work tiles, or, if VALUES, finds what their rows see and copies their values.
 template <typename T, bool VALUES>
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
@@ -231,6 +231,11 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
             sync_loaders();
         }
         if (work_tile.sequence == NONE) break;
+        if (VALUES) {
+#pragma unroll 1
+            for (u32 row = thread; row < BLOCK_M; row += LOADERS) memory.rows[tile_at.stage()][row] = row_of_tile(p, work_tile, row);
+            mbarrier_arrive(shared_address(memory.barriers.rows_full + tile_at.stage()));
+        }
         const KeyBlocks blocks(p, work_tile);
         for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
             kv.load(work_tile, block);
@@ -256,13 +261,8 @@ struct Team {
     DEVICE Team(const PrefillParams& params, PrefillMemory& memory)
         : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), part(team / VALUE_TEAMS), first_row((part * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS) * WARP_ROWS), lane(threadIdx.x % 32) {}
 
-    // The warp's rows of a work tile, in shared memory.
-    DEVICE Row* find_rows(const WorkTile& work_tile) const {
-        Row* rows = memory.rows + threadIdx.x / 32 * WARP_ROWS;
-        if (lane < WARP_ROWS) rows[lane] = row_of_tile(*opaque(&params.forward), work_tile, first_row + lane);
-        __syncwarp();
-        return rows;
-    }
+    // The warp's rows of the work tile at `tile_at`. They are there once its `rows_full` is.
+    DEVICE const Row* rows(const RingStage<LISTED>& tile_at) const { return memory.rows[tile_at.stage()] + first_row; }
 
     // Waits for the team's rows of q, or copies the warp's. The teams that share these rows have finished all scores of the work tile before.
     DEVICE void wait_q(const WorkTile& work_tile, u32 parity) const {
@@ -411,10 +411,7 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
-    if (recompute) {
-        Row* rows = team.find_rows(work_tile);
-        recompute_out(p, work_tile, team.first_row, rows, acc);
-    }
+    if (recompute) recompute_out(p, work_tile, team.first_row, team.rows(tile_at), acc);
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
     store(team, tile_at, acc);
@@ -435,10 +432,10 @@ DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memor
         const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
         if (work_tile.sequence == NONE) return;
         const KeyBlocks blocks(p, work_tile);
-        const Row* rows = team.find_rows(work_tile);
         stream.acc.reset();
         team.wait_q(work_tile, q_parity(tile_at));
-        const bool any_masked = stream.compute(team, work_tile, blocks, rows);
+        tile_at.wait_full(shared_address(memory.barriers.rows_full));
+        const bool any_masked = stream.compute(team, work_tile, blocks, team.rows(tile_at));
         end_work_tile(team, tile_at, stream.acc, any_masked);
         mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
@@ -463,6 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
         init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);
+        init(b.rows_full, LISTED, LOADERS);
         mbarrier_publish();
     }
     __syncthreads();

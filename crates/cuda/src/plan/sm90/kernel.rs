@@ -161,13 +161,13 @@ impl Sm90Kernel {
     /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns of 16 bits.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        let Sm90Tile { warpgroups, keys, stages, shares_rows, .. } = self.tile;
+        let Sm90Tile { keys, stages, shares_rows, .. } = self.tile;
         let terms = if matches!(self.dtype, Dtype::F32) { F32_TERMS } else { 1 };
         let row = terms * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
-        let row_masks = WARPGROUP_ROWS * warpgroups * row_mask_bytes(self.has_bias);
-        let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS + WORK_TILES) + 4 * stages;
+        let row_masks = WORK_TILES * self.tile.rows() * row_mask_bytes(self.has_bias);
+        let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
         let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
         shared_rows
             + q
