@@ -167,7 +167,7 @@ impl Source {
             format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {team_columns};"),
             format!("constexpr int WARPS_Q = {}, WARPS_K = {value_teams}, MMA_M = 1;", tile.rows() / 16),
             format!("constexpr int VALUE_TEAMS = {value_teams};"),
-            format!("constexpr int WARP_KEYS = {team_keys}, STAGES = {stages};"),
+            format!("constexpr int WARP_KEYS = {team_keys}, STAGES = {stages}, Q_STAGES = {};", kernel.q_stages()),
             format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS}, MERGE_GROUP = {MERGE_GROUP};"),
             format!("constexpr bool PING_PONG = {ping_pong}, PAGED = {paged};"),

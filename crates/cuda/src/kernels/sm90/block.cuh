@@ -17,8 +17,9 @@ static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_T
 // setmaxnreg waits forever. A copying thread needs more registers to find tiles that a mask skips or to split f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : TMA && !PAGED ? 24 : 40;
-constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : TMA && !PAGED ? 240 : 232;
+constexpr bool COPIES_LITTLE = TMA && !PAGED && !Scoring::HAS_BIAS;
+constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : COPIES_LITTLE ? 24 : 40;
+constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : COPIES_LITTLE ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
@@ -26,7 +27,7 @@ constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
-    u64 q_full[Q_PARTS], q_empty[Q_PARTS];
+    u64 q_full[Q_STAGES][Q_PARTS], q_empty[Q_STAGES][Q_PARTS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 work_tile_full[LISTED], work_tile_empty[LISTED], rows_full[LISTED];
 };
@@ -40,13 +41,17 @@ static_assert(sizeof(SharedRows) % 1024 == 0);
 
 struct OwnRows {};
 
+// A work tile, and what its rows see.
+struct ListedTile {
+    WorkTile work_tile;
+    Row rows[BLOCK_M];
+};
+
 struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
-    u8 q[TERMS * QTile::BYTES];
+    u8 q[Q_STAGES][TERMS * QTile::BYTES];
     u8 k[STAGES][TERMS * KTile::BYTES];
     u8 v[STAGES][TERMS * VTile::BYTES];
-    // The rows of each work tile.
-    Row rows[LISTED][BLOCK_M];
-    WorkTile work_tiles[LISTED];
+    ListedTile listed[LISTED];
     Barriers barriers;
     // The rows of a merge, which one thread of each team passes to the others.
     u32 merge_messages[3];
@@ -55,11 +60,15 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
 };
 static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
 
-// The parity of the q barriers: it flips with every work tile, as the stage does.
-DEVICE u32 q_parity(const RingStage<LISTED>& work_tile) {
-    static_assert(LISTED == 2);
-    return work_tile.stage();
-}
+// Where a work tile's rows of q are, by its place in the ring of work tiles, and the parity of their barriers.
+struct QStage {
+    u32 stage, parity;
+
+    DEVICE QStage(const RingStage<LISTED>& tile_at)
+        : stage(Q_STAGES == 1 ? 0 : tile_at.stage()), parity(Q_STAGES == 1 ? tile_at.stage() : tile_at.parity()) {
+        static_assert(LISTED == 2 && (Q_STAGES == 1 || Q_STAGES == LISTED));
+    }
+};
 
 // Named barriers: a turn of each team, and the threads of each team.
 constexpr int TURN_BARRIER = 1, TEAM_BARRIER = 4;
@@ -165,20 +174,20 @@ struct KvProducer {
     }
 };
 
-// Copies rows of q by TMA, each part once its teams have read that of the work tile before.
-DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile, u32 parity) {
+// Copies rows of q by TMA, each part once its teams have read what was there.
+DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile, const QStage& to) {
     if (!TMA || !params.q_box_positions) return;
     const ForwardParams& p = params.forward;
     RaggedRows rows(work_tile.batch * params.q_batch_rows + work_tile.q_start, work_tile.q_len);
     const u32 first_position = quotient(work_tile.row, p.gqa_group);
     for (int part = 0; part < Q_PARTS; part++) {
-        const u32 full = shared_address(memory.barriers.q_full + part);
-        mbarrier_wait(shared_address(memory.barriers.q_empty + part), parity ^ 1);
+        const u32 full = shared_address(&memory.barriers.q_full[to.stage][part]);
+        mbarrier_wait(shared_address(&memory.barriers.q_empty[to.stage][part]), to.parity ^ 1);
         if (threadIdx.x % 32 == 0) {
             mbarrier_arrive_expect(full, QTile::BYTES / Q_PARTS);
 #pragma unroll
             for (int panel = 0; panel < QTile::COLUMNS / PANEL_COLUMNS; panel++)
-                rows.load(shared_address(memory.q) + (panel * BLOCK_M + part * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
+                rows.load(shared_address(memory.q[to.stage]) + (panel * BLOCK_M + part * TEAM_ROWS) * PANEL_ROW_BYTES, &params.q, full, panel * PANEL_COLUMNS,
                           work_tile.kv_head * p.gqa_group.value, first_position + part * params.q_box_positions);
         }
     }
@@ -217,7 +226,8 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     RingStage<LISTED> tile_at;
     u32 entry = blockIdx.x;
     for (;; tile_at.advance()) {
-        WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
+        ListedTile& listed = memory.listed[tile_at.stage()];
+        WorkTile& work_tile = listed.work_tile;
         const u32 full = shared_address(memory.barriers.work_tile_full + tile_at.stage());
         const u32 empty = shared_address(memory.barriers.work_tile_empty + tile_at.stage());
         if (VALUES) {
@@ -233,13 +243,13 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         if (work_tile.sequence == NONE) break;
         if (VALUES) {
 #pragma unroll 1
-            for (u32 row = thread; row < BLOCK_M; row += LOADERS) memory.rows[tile_at.stage()][row] = row_of_tile(p, work_tile, row);
+            for (u32 row = thread; row < BLOCK_M; row += LOADERS) listed.rows[row] = row_of_tile(*opaque(&p), *opaque(&work_tile), row);
             mbarrier_arrive(shared_address(memory.barriers.rows_full + tile_at.stage()));
         }
         const KeyBlocks blocks(p, work_tile);
         for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
             kv.load(work_tile, block);
-            if (!VALUES && block == blocks.first) load_q(params, memory, work_tile, q_parity(tile_at));
+            if (!VALUES && block == blocks.first) load_q(params, memory, work_tile, QStage(tile_at));
         }
         if (VALUES) {
             mbarrier_arrive(empty);
@@ -257,26 +267,26 @@ struct Team {
     PrefillMemory& memory;
     // The team's number, its part of q, the warp's first row of the tile, and the lane.
     u32 team, part, first_row, lane;
+    // The stage of the work tile's rows of q.
+    u32 q_stage = 0;
 
     DEVICE Team(const PrefillParams& params, PrefillMemory& memory)
-        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), part(team / VALUE_TEAMS), first_row((part * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS) * WARP_ROWS), lane(threadIdx.x % 32) {}
+        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), part(team / VALUE_TEAMS), first_row(uniform((part * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS) * WARP_ROWS)), lane(threadIdx.x % 32) {}
 
-    // The warp's rows of the work tile at `tile_at`. They are there once its `rows_full` is.
-    DEVICE const Row* rows(const RingStage<LISTED>& tile_at) const { return memory.rows[tile_at.stage()] + first_row; }
-
-    // Waits for the team's rows of q, or copies the warp's. The teams that share these rows have finished all scores of the work tile before.
-    DEVICE void wait_q(const WorkTile& work_tile, u32 parity) const {
+    // Waits for the team's rows of q, or copies the warp's. The teams that share these rows have finished all scores of earlier work tiles.
+    DEVICE void wait_q(const WorkTile& work_tile, const QStage& at) {
+        q_stage = uniform(at.stage);
         if (TMA && params.q_box_positions) {
-            mbarrier_wait(shared_address(memory.barriers.q_full + part), parity);
+            mbarrier_wait(shared_address(&memory.barriers.q_full[at.stage][part]), at.parity);
             return;
         }
         // A product reads the rows of all warps of a team, as far as its instruction says.
         named_barrier_sync<WARPGROUP_THREADS>(TEAM_BARRIER + team);
         if (value_team() == 0) {
             if constexpr (DTYPE == F32) {
-                copy_split_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
+                copy_split_warp_q(params.forward, work_tile, first_row, shared_address(memory.q[q_stage]));
             } else {
-                copy_warp_q(params.forward, work_tile, first_row, shared_address(memory.q));
+                copy_warp_q(params.forward, work_tile, first_row, shared_address(memory.q[q_stage]));
                 cp_async_commit();
                 cp_async_wait<0>();
             }
@@ -290,7 +300,7 @@ struct Team {
     DEVICE bool is_last(const RingStage<LISTED>& tile_at) const {
         RingStage<LISTED> next = tile_at;
         next.advance();
-        return next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.work_tiles[next.stage()].sequence == NONE;
+        return next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.listed[next.stage()].work_tile.sequence == NONE;
     }
 
     // Arrives once for the warp. Its products end for all lanes together, so one lane suffices.
@@ -300,7 +310,7 @@ struct Team {
 
     // The team has computed its last scores of a work tile.
     DEVICE void release_q() const {
-        if (TMA && params.q_box_positions) arrive(memory.barriers.q_empty + part);
+        if (TMA && params.q_box_positions) arrive(&memory.barriers.q_empty[q_stage][part]);
     }
 
     DEVICE void begin_turn() const {
@@ -314,7 +324,7 @@ struct Team {
     // Starts scores = q k^T, of the team's keys.
     DEVICE void start_qk(Scores& scores, u32 stage) const {
         float(&c)[WARP_KEYS / 2] = (float(&)[WARP_KEYS / 2])scores;
-        u32 q_at = shared_address(memory.q) + part * (TEAM_ROWS * PANEL_ROW_BYTES);
+        u32 q_at = shared_address(memory.q[q_stage]) + part * (TEAM_ROWS * PANEL_ROW_BYTES);
         // Else the compiler keeps the descriptors of all steps in registers, and spills.
         q_at = opaque(q_at);
         const u64 q = k_major_descriptor(q_at), k = k_major_descriptor(shared_address(memory.k) + stage * (TERMS * KTile::BYTES) + value_team() * (WARP_KEYS * PANEL_ROW_BYTES));
@@ -374,7 +384,7 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
 // Stores a warp's rows of a work tile, or of a split, whose team waits for the other splits if it has nothing else to do.
 DEVICE void store(const Team& team, const RingStage<LISTED>& tile_at, const OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
-    const WorkTile& work_tile = team.memory.work_tiles[tile_at.stage()];
+    const WorkTile& work_tile = team.memory.listed[tile_at.stage()].work_tile;
     if (work_tile.splits <= 1) {
         // `store_if_finite` has stored most rows of 16 bits.
         store_rows<DTYPE == F32>(p, work_tile, team.first_row, acc);
@@ -407,11 +417,12 @@ struct FullBlocks {
 // Ends the work tile at `tile_at`: stores a warp's rows.
 DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc, bool any_masked) {
     const ForwardParams& p = team.params.forward;
-    const WorkTile& work_tile = team.memory.work_tiles[tile_at.stage()];
+    const ListedTile& listed = team.memory.listed[tile_at.stage()];
+    const WorkTile& work_tile = listed.work_tile;
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
-    if (recompute) recompute_out(p, work_tile, team.first_row, team.rows(tile_at), acc);
+    if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
     store(team, tile_at, acc);
@@ -422,20 +433,21 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
 template <typename Stream>
 DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
-    const Team team(params, memory);
+    Team team(params, memory);
     Stream stream;
     RingStage<LISTED> tile_at;
     // The first turn.
     if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
     for (;; tile_at.advance()) {
         tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
-        const WorkTile& work_tile = memory.work_tiles[tile_at.stage()];
+        const ListedTile& listed = memory.listed[tile_at.stage()];
+        const WorkTile& work_tile = listed.work_tile;
         if (work_tile.sequence == NONE) return;
         const KeyBlocks blocks(p, work_tile);
         stream.acc.reset();
-        team.wait_q(work_tile, q_parity(tile_at));
+        team.wait_q(work_tile, QStage(tile_at));
         tile_at.wait_full(shared_address(memory.barriers.rows_full));
-        const bool any_masked = stream.compute(team, work_tile, blocks, team.rows(tile_at));
+        const bool any_masked = stream.compute(team, work_tile, blocks, listed.rows + team.first_row);
         end_work_tile(team, tile_at, stream.acc, any_masked);
         mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
@@ -456,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
             for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
         };
         Barriers& b = memory.barriers;
-        init(b.q_full, Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
+        init(b.q_full[0], Q_STAGES * Q_PARTS, 1), init(b.q_empty[0], Q_STAGES * Q_PARTS, WARPS / Q_PARTS);
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
         init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);

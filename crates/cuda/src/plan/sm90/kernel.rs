@@ -30,6 +30,9 @@ const BARRIER_BYTES: usize = 8;
 /// Work tiles in shared memory: the one that is computed, and the next.
 const WORK_TILES: usize = 2;
 
+/// Shared memory that a block of compute capability 9.0 may have (CUDA Programming Guide, "technical specifications per compute capability").
+const MAX_SHARED_BYTES: usize = 227 << 10;
+
 /// Bytes of the flags that the warps of a block share.
 const FLAG_BYTES: usize = 16;
 
@@ -158,16 +161,26 @@ impl Sm90Kernel {
         }
     }
 
-    /// Bytes of shared memory: those that the kernel asserts. Rows of q, keys and values are cut into panels of 64 columns of 16 bits.
+    /// Work tiles of whose rows of q shared memory has room: two, so that the next work tile's are copied meanwhile, or else one.
+    pub(crate) const fn q_stages(&self) -> usize {
+        if self.uses_tma() && self.shared_bytes_with(WORK_TILES) <= MAX_SHARED_BYTES { WORK_TILES } else { 1 }
+    }
+
+    /// Bytes of shared memory: those that the kernel asserts.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
+        self.shared_bytes_with(self.q_stages())
+    }
+
+    /// Bytes of shared memory with rows of q of `q_stages` work tiles. Rows of q, keys and values are cut into panels of 64 columns of 16 bits.
+    const fn shared_bytes_with(&self, q_stages: usize) -> usize {
         let Sm90Tile { keys, stages, shares_rows, .. } = self.tile;
         let terms = if matches!(self.dtype, Dtype::F32) { F32_TERMS } else { 1 };
         let row = terms * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let (q, ring) = (self.tile.rows() * row, stages * keys * (row + value_row));
+        let (q, ring) = (q_stages * self.tile.rows() * row, stages * keys * (row + value_row));
         let row_masks = WORK_TILES * self.tile.rows() * row_mask_bytes(self.has_bias);
-        let barriers = 2 * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
+        let barriers = 2 * q_stages * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
         let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
         shared_rows
             + q
