@@ -127,15 +127,16 @@ pub(super) fn candidates(
         return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
     }
     let best = match head_dim.max(value_dim) {
-        0..=64 if !has_bias && !prefers_two_warpgroups(rows) => &[(3, 112)][..],
-        0..=128 => &[(2, 128)],
-        129..=192 if value_dim <= 128 => &[(2, 128)],
-        129..=192 => &[(2, 96)],
-        _ if has_bias => &[(2, 48)],
-        _ => &[(2, 80)],
+        0..=64 if !has_bias && !prefers_two_warpgroups(rows) => (3, 112, 3),
+        0..=64 => (2, 128, 4),
+        65..=128 => (2, 128, 2),
+        129..=192 if value_dim <= 128 => (2, 128, 2),
+        129..=192 => (2, 96, 2),
+        _ if has_bias => (2, 48, 2),
+        _ => (2, 80, 2),
     };
-    let shapes = best.iter().chain(&[(2, 64), (2, 32)]);
-    shapes.map(|&(warpgroups, keys)| Sm90Tile::new(warpgroups, keys, 2)).collect()
+    let shapes = [best, (2, 64, 2), (2, 32, 2)];
+    shapes.map(|(warpgroups, keys, stages)| Sm90Tile::new(warpgroups, keys, stages)).to_vec()
 }
 
 /// Tiles of f32, best first. Shared memory holds three terms of 16 bits of each element: above a head dimension of 128 there is room for rows of
@@ -195,7 +196,7 @@ mod tests {
     #[test]
     fn candidates_depend_on_both_dimensions() {
         for (head_dim, value_dim, best) in [
-            (32, 64, Sm90Tile::new(3, 112, 2)),
+            (32, 64, Sm90Tile::new(3, 112, 3)),
             (64, 96, Sm90Tile::new(2, 128, 2)),
             (128, 128, Sm90Tile::new(2, 128, 2)),
             (192, 128, Sm90Tile::new(2, 128, 2)),
@@ -212,7 +213,7 @@ mod tests {
 
     #[test]
     fn biases_take_registers() {
-        assert_eq!(of(64, 64, true)[0], Sm90Tile::new(2, 128, 2));
+        assert_eq!(of(64, 64, true)[0], Sm90Tile::new(2, 128, 4));
         assert_eq!(of(256, 256, true)[0], Sm90Tile::new(2, 48, 2));
     }
 
