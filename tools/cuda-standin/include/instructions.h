@@ -89,6 +89,7 @@ inline bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return standin_mbarrier_ended(barrier, parity);
 }
 inline bool mbarrier_test(u32 barrier, u32 parity) { return standin_mbarrier_ended(barrier, parity); }
+inline u32 num_blocks() { return gridDim.x; }
 
 template <int REGISTERS>
 inline void release_registers() {}

@@ -200,13 +200,20 @@ DEVICE void sync_loaders() {
     else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
 }
 
+// The blocks of the grid, read where it is needed: the compiler would keep it in one of a copying thread's few registers.
+DEVICE u32 num_blocks() {
+    u32 n;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
+    return n;
+}
+
 // The entry after a work tile, NONE after the last: of this block's list, or the next in the queue of all blocks. A block asks the queue only
 // when it has started all copies of keys, else it would keep work tiles from others that could begin them at once.
 DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile) {
     if (!params.queued) return work_tile.next ? work_tile.next : NONE;
     if (threadIdx.x % LOADERS == 0) {
         u32* counter = (u32*)params.forward.counters;
-        const u32 ticket = atomicAdd(counter, 1u), entry = ticket + gridDim.x;
+        const u32 ticket = atomicAdd(counter, 1u), entry = ticket + num_blocks();
         // Every work tile but each block's first is taken by a ticket, and every block is told by one that there are no more.
         if (ticket + 1 == params.queued) *counter = 0;
         memory.next_entry = entry < params.queued ? entry : NONE;
@@ -229,11 +236,11 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         ListedTile& listed = memory.listed[tile_at.stage()];
         WorkTile& work_tile = listed.work_tile;
         const u32 full = shared_address(memory.barriers.work_tile_full + tile_at.stage());
-        const u32 empty = shared_address(memory.barriers.work_tile_empty + tile_at.stage());
+        auto empty = [&] { return shared_address(memory.barriers.work_tile_empty + opaque(tile_at.stage())); };
         if (VALUES) {
             kv.copies.wait(full, tile_at.parity());
         } else {
-            kv.copies.wait(empty, tile_at.parity() ^ 1);
+            kv.copies.wait(empty(), tile_at.parity() ^ 1);
             if (thread < WORK_TILE_LOADERS) {
                 ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
                 mbarrier_arrive(full);
@@ -244,7 +251,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         if (VALUES) {
 #pragma unroll 1
             for (u32 row = thread; row < BLOCK_M; row += LOADERS) listed.rows[row] = row_of_tile(*opaque(&p), *opaque(&work_tile), row);
-            mbarrier_arrive(shared_address(memory.barriers.rows_full + tile_at.stage()));
+            mbarrier_arrive(shared_address(memory.barriers.rows_full + opaque(tile_at.stage())));
         }
         const KeyBlocks blocks(p, work_tile);
         for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
@@ -252,7 +259,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
             if (!VALUES && block == blocks.first) load_q(params, memory, work_tile, QStage(tile_at));
         }
         if (VALUES) {
-            mbarrier_arrive(empty);
+            mbarrier_arrive(empty());
         } else {
             entry = next_entry(params, memory, work_tile);
         }
