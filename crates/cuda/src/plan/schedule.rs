@@ -347,7 +347,8 @@ fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
     let rest = tiles.len() % room;
     let (before, last) = tiles.split_at(tiles.len() - rest);
     let blocks = last.iter().map(|tile| tile.blocks(shape.keys)).sum::<usize>();
-    let cut = list_schedule(before, shape.keys, room) + blocks.div_ceil(room).max(shape.min_split_blocks) + COST;
+    let cut =
+        list_schedule(before, shape.keys, room) + blocks.div_ceil(room).max(shape.min_split_blocks) + COST;
     if list_schedule(tiles, shape.keys, room) > cut { rest } else { 0 }
 }
 
