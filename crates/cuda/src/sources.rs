@@ -373,6 +373,9 @@ mod tests {
             (Dtype::F16, 600, 192, 128),
             (Dtype::BF16, 600, 192, 192),
             (Dtype::BF16, 600, 256, 256),
+            // Rows of q of two work tiles where most of these widths have one.
+            (Dtype::F16, 600, 192, 64),
+            (Dtype::BF16, 600, 384, 384),
             (Dtype::BF16, 600, 512, 512),
             (Dtype::F32, 600, 64, 64),
             (Dtype::F32, 600, 128, 128),

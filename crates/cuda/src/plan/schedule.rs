@@ -57,6 +57,11 @@ impl Tile {
         (self.keys.end.div_ceil(block_k)).saturating_sub(self.keys.start / block_k).max(1)
     }
 
+    /// How long a block of threads computes the tile, in the time of a block of keys: its beginning and end take about as long as one.
+    fn time(&self, block_k: usize) -> usize {
+        self.blocks(block_k) + 1
+    }
+
     /// The work tile of a range of its blocks of keys.
     fn work_tile(&self, blocks: Range<usize>, block_k: usize) -> WorkTile {
         let first = self.keys.start / block_k;
@@ -170,17 +175,16 @@ impl Assignment {
         for tile in in_sections(&tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
-            // A tile's beginning and end take about as long as a block of keys. A block of threads with as many work tiles as it
-            // may have gets no more: the others have room for the rest.
+            // A block of threads with as many work tiles as it may have gets no more: the others have room for the rest.
             if blocks[block].len() < max_work_tiles {
-                done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
+                done.push(Reverse((work + tile.time(block_k), block)));
             }
         }
         Self { blocks, ..Self::none() }
     }
 
     /// Tiles in the order of [`in_sections`]: the first for each of `room` blocks of threads, the others for whichever block is done, while
-    /// the kernel runs. Where it `cuts`, the last are cut where too few are left for all blocks.
+    /// the kernel runs. If it `cuts`, the last are cut where others would wait long for them.
     pub(super) fn queue(
         tiles: Vec<Tile>,
         shape: &TileShape,
@@ -241,7 +245,7 @@ impl Assignment {
     /// Work tiles of [`Assignment::equal`] for each block of threads.
     fn cut(&mut self, tiles: &[Tile], shape: &TileShape, room: usize) -> Vec<Vec<WorkTile>> {
         let (block_k, min_blocks) = (shape.keys, shape.min_split_blocks);
-        let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
+        let total: usize = tiles.iter().map(|tile| tile.time(block_k)).sum();
         let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
         // What cuts add is known when they are made: a few lengths are tried, the smallest first.
         let mut share = total.div_ceil(room).max(min_blocks + 1);
@@ -336,8 +340,8 @@ fn in_sections(tiles: &[Tile], section: Section, tail: usize) -> Vec<Tile> {
     sections.into_iter().map(|(_, tile)| tile).collect()
 }
 
-/// The last of `tiles` that are better cut: what remains of a last round for `room` blocks of threads, if blocks would wait long for others
-/// without a cut. Where the last tiles are short, as under a causal mask, they fill what longer ones leave, and nothing is cut.
+/// How many of the last `tiles` are better cut: the rest of a last round for `room` blocks of threads, if most of those would wait long for it
+/// otherwise. Under a causal mask the last tiles are short and fill what longer ones leave: then usually none.
 fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
     // Cuts cost about as much as two blocks of keys, and partial results as much again.
     const COST: usize = 4;
@@ -346,23 +350,33 @@ fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
     }
     let rest = tiles.len() % room;
     let (before, last) = tiles.split_at(tiles.len() - rest);
+    let time = |tile: &Tile| tile.time(shape.keys);
     let blocks = last.iter().map(|tile| tile.blocks(shape.keys)).sum::<usize>();
-    let cut =
-        list_schedule(before, shape.keys, room) + blocks.div_ceil(room).max(shape.min_split_blocks) + COST;
-    if list_schedule(tiles, shape.keys, room) > cut { rest } else { 0 }
+    let cut = blocks.div_ceil(room).max(shape.min_split_blocks) + 1 + COST;
+    // Uncut, they end at most as long after the others as the longest takes.
+    if last.iter().map(time).max().is_none_or(|longest| longest <= cut) {
+        return 0;
+    }
+    let mut ends = Ends::new(room);
+    let others_end = before.iter().map(|tile| ends.add(time(tile))).max().unwrap_or(0);
+    let last_end = last.iter().map(|tile| ends.add(time(tile))).max().unwrap_or(0);
+    if last_end > others_end + cut { rest } else { 0 }
 }
 
-/// When the last of `tiles` ends, in the time of a block of keys, if each in turn goes to whichever of `room` blocks of threads is done first.
-fn list_schedule(tiles: &[Tile], block_k: usize, room: usize) -> usize {
-    let mut ends: BinaryHeap<Reverse<usize>> = std::iter::repeat_n(Reverse(0), room).collect();
-    let mut last = 0;
-    for tile in tiles {
-        let Some(mut first) = ends.peek_mut() else { break };
-        // A tile's beginning and end take about as long as a block of keys.
-        first.0 += tile.blocks(block_k) + 1;
-        last = last.max(first.0);
+/// When each block of threads ends, if each tile in turn goes to the one that is done first.
+struct Ends(BinaryHeap<Reverse<usize>>);
+
+impl Ends {
+    fn new(room: usize) -> Self {
+        Self(std::iter::repeat_n(Reverse(0), room).collect())
     }
-    last
+
+    /// Adds a tile that takes `time`, and returns when it ends.
+    fn add(&mut self, time: usize) -> usize {
+        let Some(mut first) = self.0.peek_mut() else { return time };
+        first.0 += time;
+        first.0
+    }
 }
 
 /// Splits of every tile where all tiles are better cut into as many. Tiles of one head are cut at about the same keys then, and the blocks of
@@ -547,6 +561,12 @@ mod tests {
         let causal: Vec<Tile> = (0..14).map(|n| tile(n, 0..64 * (32 - 2 * n))).collect();
         let assignment = Assignment::queue(causal, &SHAPE, keys(usize::MAX), 4, true);
         assert!(assignment.work_tiles().all(|work_tile| work_tile.splits == 1));
+        // Two rounds of tiles of 10 blocks, and one tile of `len`: cut for 4 blocks of threads, it takes 2 + 1 and the cost of 4.
+        for (len, is_cut) in [(6, false), (7, true)] {
+            let tiles: Vec<Tile> = (0..9).map(|n| tile(n, 0..64 * if n < 8 { 10 } else { len })).collect();
+            let assignment = Assignment::queue(tiles, &SHAPE, keys(1), 4, true);
+            assert_eq!(assignment.work_tiles().any(|work_tile| work_tile.splits > 1), is_cut, "{len}");
+        }
         // A tile of few blocks is not worth it.
         let short: Vec<Tile> = (0..14).map(|n| tile(n, 0..300)).collect();
         let assignment = Assignment::queue(short, &SHAPE, keys(1), 4, true);

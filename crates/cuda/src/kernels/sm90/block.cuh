@@ -1,12 +1,14 @@
 // A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
 //
 // A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: some warps copy descriptions of
-// work tiles, tiles of keys and, by TMA, rows of q; others find what each row sees and copy tiles of values. Without TMA for q, each team copies its own rows. The other
-// warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have teams with rows of their own, prefill_wide.cu teams that share rows.
+// work tiles, tiles of keys and, by TMA, rows of q; others find which keys each row sees and copy tiles of values. Without TMA for q, each team
+// copies its own rows. The other warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have teams with rows of their own, prefill_wide.cu
+// teams that share rows.
 //
 // Constants in addition to tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
 //
 //   PING_PONG           whether teams take turns
+//   Q_STAGES            work tiles whose rows of q are in shared memory: 2 if the next one's are copied early, else 1
 //   TMA                 whether keys and values are copied by TMA, else by the threads of the last warpgroup
 
 constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_ROWS;
@@ -14,12 +16,13 @@ constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_
 constexpr int Q_PARTS = BLOCK_M / TEAM_ROWS;
 static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && !(TMA && DTYPE == F32));
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Their sum must not exceed what the block is launched with, or
-// setmaxnreg waits forever. A copying thread needs more registers to find tiles that a mask skips or to split f32.
+// setmaxnreg waits forever. A copying thread needs more registers to look up pages, to find tiles that a mask skips or what biases need of a
+// row, and to split f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
 constexpr bool COPIES_LITTLE = TMA && !PAGED && !Scoring::HAS_BIAS;
-constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA ? 32 : 56) : COPIES_MORE ? 56 : COPIES_LITTLE ? 24 : 40;
-constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA ? 160 : 152) : COPIES_MORE ? 224 : COPIES_LITTLE ? 240 : 232;
+constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA && !Scoring::HAS_BIAS ? 32 : 56) : COPIES_MORE ? 56 : COPIES_LITTLE ? 24 : 40;
+constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA && !Scoring::HAS_BIAS ? 160 : 152) : COPIES_MORE ? 224 : COPIES_LITTLE ? 240 : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
@@ -27,7 +30,7 @@ constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
-    u64 q_full[Q_STAGES][Q_PARTS], q_empty[Q_STAGES][Q_PARTS];
+    u64 q_full[Q_STAGES][Q_PARTS], q_empty[Q_PARTS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 work_tile_full[LISTED], work_tile_empty[LISTED], rows_full[LISTED];
 };
@@ -41,11 +44,12 @@ static_assert(sizeof(SharedRows) % 1024 == 0);
 
 struct OwnRows {};
 
-// A work tile, and what its rows see.
+// A work tile, and which keys its rows see.
 struct ListedTile {
     WorkTile work_tile;
     Row rows[BLOCK_M];
 };
+static_assert(sizeof(ListedTile) % 16 == 0);
 
 struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     u8 q[Q_STAGES][TERMS * QTile::BYTES];
@@ -174,7 +178,8 @@ struct KvProducer {
     }
 };
 
-// Copies rows of q by TMA, each part once its teams have read what was there.
+// Copies rows of q by TMA. With one stage, each part waits until its teams have read that of the work tile before; with two, the work tile
+// that had the stage before has ended.
 DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const WorkTile& work_tile, const QStage& to) {
     if (!TMA || !params.q_box_positions) return;
     const ForwardParams& p = params.forward;
@@ -182,7 +187,7 @@ DEVICE void load_q(const PrefillParams& params, PrefillMemory& memory, const Wor
     const u32 first_position = quotient(work_tile.row, p.gqa_group);
     for (int part = 0; part < Q_PARTS; part++) {
         const u32 full = shared_address(&memory.barriers.q_full[to.stage][part]);
-        mbarrier_wait(shared_address(&memory.barriers.q_empty[to.stage][part]), to.parity ^ 1);
+        if (Q_STAGES == 1) mbarrier_wait(shared_address(memory.barriers.q_empty + part), to.parity ^ 1);
         if (threadIdx.x % 32 == 0) {
             mbarrier_arrive_expect(full, QTile::BYTES / Q_PARTS);
 #pragma unroll
@@ -200,7 +205,7 @@ DEVICE void sync_loaders() {
     else named_barrier_sync<LOADERS>(TEAM_BARRIER + TEAMS);
 }
 
-// The blocks of the grid, read where it is needed: the compiler would keep it in one of a copying thread's few registers.
+// The number of blocks in the grid, read where it is needed: otherwise the compiler keeps it in one of a copying thread's few registers.
 DEVICE u32 num_blocks() {
     u32 n;
     asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
@@ -236,6 +241,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         ListedTile& listed = memory.listed[tile_at.stage()];
         WorkTile& work_tile = listed.work_tile;
         const u32 full = shared_address(memory.barriers.work_tile_full + tile_at.stage());
+        // Addresses are computed when they are needed: a copying thread may have 24 registers.
         auto empty = [&] { return shared_address(memory.barriers.work_tile_empty + opaque(tile_at.stage())); };
         if (VALUES) {
             kv.copies.wait(full, tile_at.parity());
@@ -249,6 +255,8 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         }
         if (work_tile.sequence == NONE) break;
         if (VALUES) {
+            // Teams may wait for the last values of the work tile before.
+            if (!TMA) kv.copies.template hand_over<0>();
 #pragma unroll 1
             for (u32 row = thread; row < BLOCK_M; row += LOADERS) listed.rows[row] = row_of_tile(*opaque(&p), *opaque(&work_tile), row);
             mbarrier_arrive(shared_address(memory.barriers.rows_full + opaque(tile_at.stage())));
@@ -278,7 +286,8 @@ struct Team {
     u32 q_stage = 0;
 
     DEVICE Team(const PrefillParams& params, PrefillMemory& memory)
-        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), part(team / VALUE_TEAMS), first_row(uniform((part * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS) * WARP_ROWS)), lane(threadIdx.x % 32) {}
+        : params(params), memory(memory), team(uniform(threadIdx.x / WARPGROUP_THREADS)), part(team / VALUE_TEAMS),
+          first_row(uniform((part * TEAM_WARPS + threadIdx.x / 32 % TEAM_WARPS) * WARP_ROWS)), lane(threadIdx.x % 32) {}
 
     // Waits for the team's rows of q, or copies the warp's. The teams that share these rows have finished all scores of earlier work tiles.
     DEVICE void wait_q(const WorkTile& work_tile, const QStage& at) {
@@ -317,7 +326,7 @@ struct Team {
 
     // The team has computed its last scores of a work tile.
     DEVICE void release_q() const {
-        if (TMA && params.q_box_positions) arrive(&memory.barriers.q_empty[q_stage][part]);
+        if (Q_STAGES == 1 && TMA && params.q_box_positions) arrive(memory.barriers.q_empty + part);
     }
 
     DEVICE void begin_turn() const {
@@ -475,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
             for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
         };
         Barriers& b = memory.barriers;
-        init(b.q_full[0], Q_STAGES * Q_PARTS, 1), init(b.q_empty[0], Q_STAGES * Q_PARTS, WARPS / Q_PARTS);
+        init(b.q_full[0], Q_STAGES * Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
         init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
         init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);

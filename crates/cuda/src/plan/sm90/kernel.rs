@@ -161,7 +161,7 @@ impl Sm90Kernel {
         }
     }
 
-    /// Work tiles of whose rows of q shared memory has room: two, so that the next work tile's are copied meanwhile, or else one.
+    /// Work tiles whose rows of q are in shared memory: two where they fit, so that the next one's are copied early, else one.
     pub(crate) const fn q_stages(&self) -> usize {
         if self.uses_tma() && self.shared_bytes_with(WORK_TILES) <= MAX_SHARED_BYTES { WORK_TILES } else { 1 }
     }
@@ -180,7 +180,7 @@ impl Sm90Kernel {
         let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let (q, ring) = (q_stages * self.tile.rows() * row, stages * keys * (row + value_row));
         let row_masks = WORK_TILES * self.tile.rows() * row_mask_bytes(self.has_bias);
-        let barriers = 2 * q_stages * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
+        let barriers = (q_stages + 1) * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
         let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
         shared_rows
             + q
