@@ -279,15 +279,12 @@ fn equal_rows_of_tiles_are_one_line() {
 
 #[test]
 fn rows_of_a_plan_are_not_more_than_there_are() {
-    let rows = |q_len: &str| ok(&["plan", "--q-len", q_len, "--heads", "1", "--threads", "1"]);
-    for (q_len, shown) in [("1", "; 1 row ("), ("7", "; 7 rows (")] {
+    // At head dimension 32, the rows of 256 queries fit one packed block even with a small L2 cache.
+    let rows =
+        |q_len: &str| ok(&["plan", "--q-len", q_len, "--heads", "1", "--head-dim", "32", "--threads", "1"]);
+    for (q_len, shown) in [("256", "; 256 rows ("), ("1", "; 1 row ("), ("7", "; 7 rows (")] {
         assert!(rows(q_len).contains(shown), "{}", rows(q_len));
     }
-    // Of more rows, as many share a packed block as the machine's caches hold.
-    let of_256 = rows("256");
-    let (_, shown) = of_256.split_once(" keys; ").unwrap();
-    let count: usize = shown.split_once(" rows (").unwrap().0.parse().unwrap();
-    assert!((8..=256).contains(&count), "{of_256}");
 }
 
 #[test]
