@@ -71,13 +71,11 @@ DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const O
     }
 }
 
-// Stores a warp's rows, of row_max in units of log2 and whole row_sum. Without VECTORS elements are stored one by one: fewer instructions, for
-// kernels that rarely come here.
-template <bool VECTORS>
+// Stores a warp's rows, of row_max in units of log2 and whole row_sum.
 DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
     RowOut rows[LANE_ROWS];
     finish_rows(p, work_tile, first_row, acc, rows);
-    if (VECTORS && is_whole(p, work_tile)) {
+    if (is_whole(p, work_tile)) {
 #pragma unroll
         for (int n = 0; n < LANE_ROWS; n++) store_row<true>(p, work_tile, acc, rows[n], n / 2, n % 2);
     } else {

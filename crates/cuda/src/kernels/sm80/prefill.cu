@@ -231,7 +231,7 @@ struct MmaConsumer {
             acc.reduce_row_sum(warp.p);
             if (CAN_OVERFLOW && stream.is_recomputing) acc.unshrink();
             if (split) store_and_merge(warp, work_tile, acc);
-            else store_rows<true>(warp.p, work_tile, warp.first_row, acc);
+            else store_rows(warp.p, work_tile, warp.first_row, acc);
         }
         __syncwarp();
         if (warp.lane == 0) {

@@ -397,13 +397,37 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
     return !__any_sync(ALL_LANES, nonfinite != 0);
 }
 
+// Stores a warp's rows element by element, a few columns at a time. Most rows of 16 bits are stored by `store_if_finite`: short code matters here,
+// as it takes the compiler less time.
+DEVICE void store_columns(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
+    RowOut rows[LANE_ROWS];
+    finish_rows(p, work_tile, first_row, acc, rows);
+    const u32 t = opaque(threadIdx.x % 4), columns = value_columns(p, work_tile);
+#pragma unroll 1
+    for (int first_n = 0; first_n < PV_MMA_N; first_n += LOOPED_MMA_N) {
+        float out[LOOPED_MMA_N][4];
+#pragma unroll
+        for (int n = 0; n < PV_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (n / LOOPED_MMA_N * LOOPED_MMA_N == first_n) out[n % LOOPED_MMA_N][i] = acc.out[0][n][i];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 0; n < 2 * LOOPED_MMA_N; n++) {
+                const u32 column = 8 * first_n + n / 2 * 8 + 2 * t + n % 2;
+                if (rows[half].at && column < columns) store_element(rows[half].at, column, finite_mean(out[n / 2][2 * half + n % 2], rows[half].factor, 1.f));
+            }
+    }
+}
+
 // Stores a warp's rows of a work tile, or of a split, whose team waits for the other splits if it has nothing else to do.
 DEVICE void store(const Team& team, const RingStage<LISTED>& tile_at, const OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
     const WorkTile& work_tile = team.memory.listed[tile_at.stage()].work_tile;
     if (work_tile.splits <= 1) {
-        // `store_if_finite` has stored most rows of 16 bits.
-        store_rows<DTYPE == F32>(p, work_tile, team.first_row, acc);
+        if (DTYPE == F32) store_rows(p, work_tile, team.first_row, acc);
+        else store_columns(p, work_tile, team.first_row, acc);
         return;
     }
     store_split(p, work_tile, team.first_row, acc);
