@@ -21,8 +21,8 @@ typedef float Scores[MMA_M][QK_MMA_N][4];
 
 // `sum * factor * unshrink`, finite where the sum is: a mean is no larger than a value but for rounding.
 DEVICE float finite_mean(float sum, float factor, float unshrink) {
-    float x = sum * factor * unshrink;
-    return CAN_OVERFLOW && isinf(x) && !isinf(sum) && !isinf(factor) ? copysignf(MAX_F32, x) : x;
+    const float x = sum * factor * unshrink;
+    return CAN_OVERFLOW && fabsf(sum) < INF && fabsf(factor) < INF ? fminf(fmaxf(x, -MAX_F32), MAX_F32) : x;
 }
 
 // Maxima and sums of a warp's rows. row_sum is of a lane's own columns until `reduce_row_sum`.
@@ -79,14 +79,19 @@ struct OnlineSoftmax : RowStats {
 
     // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
     DEVICE bool needs_recompute(bool any_masked) const {
-        bool found = false;
+        // 0 times the elements, NaN if one is infinite or NaN.
+        float zero = 0.f;
+        bool has_nan = false;
 #pragma unroll
         for (int m = 0; m < MMA_M; m++)
 #pragma unroll
             for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) found |= CAN_OVERFLOW ? !(fabsf(out[m][n][i]) < INF) : any_masked && isnan(out[m][n][i]);
-        return found;
+                for (int i = 0; i < 4; i++) {
+                    if (CAN_OVERFLOW) zero = fmaf(out[m][n][i], 0.f, zero);
+                    else has_nan |= isnan(out[m][n][i]);
+                }
+        return CAN_OVERFLOW ? zero != 0.f : any_masked && has_nan;
     }
 
     // After `reduce_row_sum`, for sums of values times SHRINK: rows that do not overflow are scaled back; of the others the probabilities
@@ -100,7 +105,7 @@ struct OnlineSoftmax : RowStats {
 #pragma unroll
                 for (int n = 0; n < 2 * PV_MMA_N; n++) {
                     float x = out[m][n / 2][2 * half + n % 2];
-                    overflows |= fabsf(x) < INF && isinf(x * (1.f / SHRINK));
+                    overflows |= fabsf(x) < INF && fabsf(x) > SHRINK * MAX_F32;
                 }
                 overflows |= __shfl_xor_sync(ALL_LANES, overflows, 1);
                 overflows |= __shfl_xor_sync(ALL_LANES, overflows, 2);
