@@ -54,14 +54,17 @@ DEVICE void wgmma_wait() {
 // instruction. It stands before the fence of a group and behind the wait for it, for accumulators and for left operands.
 template <int N>
 DEVICE void pin_registers(float (&x)[N]) {
+    static_assert(N % 8 == 0);
 #pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+    for (int i = 0; i < N; i += 8)
+        asm volatile("" : "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])::"memory");
 }
 
 template <int N>
 DEVICE void pin_registers(u32 (&x)[N]) {
+    static_assert(N % 4 == 0);
 #pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+    for (int i = 0; i < N; i += 4) asm volatile("" : "+r"(x[i]), "+r"(x[i + 1]), "+r"(x[i + 2]), "+r"(x[i + 3])::"memory");
 }
 
 // Orders this thread's writes to shared memory before reads by products and TMA that follow a barrier.
