@@ -364,6 +364,28 @@ fn means_of_values_near_the_largest_are_finite() {
     }
 }
 
+/// Probabilities in 16 bits may all round up where their sum in f32 does not: means of the largest value must not become infinite.
+#[test]
+fn means_are_finite_where_probabilities_round_up() {
+    // exp(score) is a little more than half a unit in the last place above 1.
+    for (dtype, largest, score) in [(Dtype::BF16, 3.389_531_4e38, 0.003_937), (Dtype::F16, 65504.0, 0.000_49)]
+    {
+        for (name, kv_lens) in [("one tile", 300), ("splits", 4000)] {
+            let shape = [1, 4, 2, 40, kv_lens, 64, 64];
+            let mut built = build(&Case::new(format!("{name} {dtype}"), shape, dtype).scale(1.0));
+            fill(&mut built.q, |[_, _, _, d]| if d == 0 { 1.0 } else { 0.0 });
+            // The first key has the maximum of the first tile, which later ones exceed too little to replace it.
+            fill(&mut built.k, |[_, _, j, d]| match (j, d) {
+                (0, _) | (_, 1..) => 0.0,
+                (1..128, _) => -20.0,
+                _ => score,
+            });
+            fill(&mut built.v, |_| largest);
+            everywhere(&built, &format!("{name} {dtype}"));
+        }
+    }
+}
+
 #[test]
 fn infinities_among_values_near_the_largest_reach_the_rows_that_see_them() {
     for dtype in [Dtype::F32, Dtype::BF16] {

@@ -15,7 +15,9 @@ struct PartialRow {
     float4 out;
 };
 
-DEVICE bool is_finite(float4 x) { return fabsf(x.x) < INF && fabsf(x.y) < INF && fabsf(x.z) < INF && fabsf(x.w) < INF; }
+DEVICE bool is_within(float4 x, float limit) { return fabsf(x.x) <= limit && fabsf(x.y) <= limit && fabsf(x.z) <= limit && fabsf(x.w) <= limit; }
+
+DEVICE bool is_finite(float4 x) { return is_within(x, MAX_F32); }
 
 DEVICE void add_times(float4& sum, float4 x, float factor) {
     sum.x = fmaf(x.x, factor, sum.x), sum.y = fmaf(x.y, factor, sum.y), sum.z = fmaf(x.z, factor, sum.z), sum.w = fmaf(x.w, factor, sum.w);

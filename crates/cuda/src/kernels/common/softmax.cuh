@@ -15,14 +15,16 @@ constexpr bool RESCALE_FIRST = MMA_M * PV_MMA_N >= 32;
 // 2^RESCALE_THRESHOLD, are then no larger than a value.
 constexpr bool CAN_OVERFLOW = DTYPE != F16;
 constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f;
+// The largest finite value of the dtype.
+constexpr float MAX_VALUE = DTYPE == F32 ? MAX_F32 : DTYPE == BF16 ? 3.38953138925153547590e+38f : 65504.f;
 
 // Scores of a tile, and then their probabilities.
 typedef float Scores[MMA_M][QK_MMA_N][4];
 
-// `sum * factor * unshrink`, finite where the sum is: a mean is no larger than a value but for rounding.
+// `sum * factor * unshrink`, no larger than a value where the sum is finite. It would be larger by rounding alone, also of the probabilities.
 DEVICE float finite_mean(float sum, float factor, float unshrink) {
     const float x = sum * factor * unshrink;
-    return CAN_OVERFLOW && fabsf(sum) < INF && fabsf(factor) < INF ? fminf(fmaxf(x, -MAX_F32), MAX_F32) : x;
+    return fabsf(sum) < INF && fabsf(factor) < INF ? fminf(fmaxf(x, -MAX_VALUE), MAX_VALUE) : x;
 }
 
 // Maxima and sums of a warp's rows. row_sum is of a lane's own columns until `reduce_row_sum`.
@@ -80,7 +82,7 @@ struct OnlineSoftmax : RowStats {
     // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
     DEVICE bool needs_recompute(bool any_masked) const {
         // 0 times the elements, NaN if one is infinite or NaN.
-        float zero = 0.f;
+        float zeros[2] = {};
         bool has_nan = false;
 #pragma unroll
         for (int m = 0; m < MMA_M; m++)
@@ -88,10 +90,10 @@ struct OnlineSoftmax : RowStats {
             for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (CAN_OVERFLOW) zero = fmaf(out[m][n][i], 0.f, zero);
+                    if (CAN_OVERFLOW) zeros[i % 2] = fmaf(out[m][n][i], 0.f, zeros[i % 2]);
                     else has_nan |= isnan(out[m][n][i]);
                 }
-        return CAN_OVERFLOW ? zero != 0.f : any_masked && has_nan;
+        return CAN_OVERFLOW ? zeros[0] + zeros[1] != 0.f : any_masked && has_nan;
     }
 
     // After `reduce_row_sum`, for sums of values times SHRINK: rows that do not overflow are scaled back; of the others the probabilities

@@ -151,8 +151,8 @@ struct MergeRows {
         for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
     }
 
-    // The means of sums, where one of the warp's is infinite or NaN. Sums may overflow where means do not. Such rows are summed a second time,
-    // scaled by SHRINK, from the splits themselves, since a group's sum may have overflowed too.
+    // The means of sums, where one of the warp's exceeds every value or is NaN. Sums may overflow where means do not. Such rows are summed a second
+    // time, scaled by SHRINK, from the splits themselves, since a group's sum may have overflowed too.
     DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
         float4 shrunk[MERGE_ROWS];
         if (CAN_OVERFLOW) sum<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), from, quad, SHRINK, shrunk);
@@ -175,14 +175,14 @@ struct MergeRows {
             return;
         }
         float4 means[MERGE_ROWS];
-        bool all_finite = true;
+        bool all_fit = true;
 #pragma unroll
         for (int c = 0; c < MERGE_ROWS; c++) {
             const float by = __shfl_sync(ALL_LANES, factor, from + c);
             means[c] = make_float4(sums[c].x * by, sums[c].y * by, sums[c].z * by, sums[c].w * by);
-            all_finite &= from + c >= count || is_finite(means[c]);
+            all_fit &= from + c >= count || is_within(means[c], MAX_VALUE);
         }
-        if (__any_sync(ALL_LANES, !all_finite)) careful_means(sums, from, quad, means);
+        if (__any_sync(ALL_LANES, !all_fit)) careful_means(sums, from, quad, means);
         const u32 column = value_panel(work_tile) * VALUE_DIM + quad * 4;
 #pragma unroll
         for (int c = 0; c < MERGE_ROWS; c++) {
