@@ -31,41 +31,39 @@ DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
     }
 }
 
-// Returns true if the output has every column of the tile and its rows are aligned for vector stores.
-DEVICE bool is_whole(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && (value_panel(work_tile) + 1) * VALUE_DIM <= p.value_dim; }
+// Returns true if a lane can store four columns of a row at a time.
+DEVICE bool has_vector_columns(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && value_columns(p, work_tile) % 4 == 0; }
 
-// Stores a row of 16-bit elements whose columns are whole. Lanes of even t store four columns of the first of two fragments, the others
-// four of the second. `words` makes the words of one fragment, before lanes exchange them.
+// Stores `columns` 16-bit elements of a row, four at a time. Lanes of even t store four columns of the first of two fragments, the others four of
+// the second. `words` makes the words of one fragment, before lanes exchange them.
 template <typename Words>
-DEVICE void store_words(RowOut row, Words words) {
-    u32 t = opaque(threadIdx.x % 4);
-    u64 to = row.at + (t % 2 * 8 + t / 2 * 4) * ELEMENT_BYTES;
-    bool exists = row.at != 0;
+DEVICE void store_words(RowOut row, u32 columns, Words words) {
+    const u32 t = opaque(threadIdx.x % 4), first = t % 2 * 8 + t / 2 * 4, end = row.at ? columns : 0;
+    const u64 to = row.at + first * ELEMENT_BYTES;
 #pragma unroll
     for (int n = 0; n < PV_MMA_N; n += 2) {
         u32 x = words(n), y = words(n + 1);
         u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
-        if (exists) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
+        if (first + n * 8 < end) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
     }
 }
 
 // Stores a row of a warp's fragments: a lane has columns 8 n + 2 t and 8 n + 2 t + 1.
-template <bool WHOLE>
+template <bool VECTORS>
 DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const OnlineSoftmax& acc, RowOut row, int m, int half) {
-    u32 t = opaque(threadIdx.x % 4);
+    const u32 t = opaque(threadIdx.x % 4), columns = row.at ? value_columns(p, work_tile) : 0;
     auto element = [&](int n, int i) { return finite_mean(acc.out[m][n][2 * half + i], row.factor, 1.f); };
-    if (WHOLE && DTYPE == F32) {
-        u64 to = row.at + 2 * t * ELEMENT_BYTES;
+    if constexpr (VECTORS && DTYPE == F32) {
+        const u64 to = row.at + 2 * t * ELEMENT_BYTES;
 #pragma unroll
         for (int n = 0; n < PV_MMA_N; n++)
-            if (row.at) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(element(n, 0), element(n, 1));
-    } else if constexpr (WHOLE && DTYPE != F32) {
-        store_words(row, [&](int n) { return pack<DTYPE>(element(n, 0), element(n, 1)); });
+            if (n * 8 + 2 * t < columns) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(element(n, 0), element(n, 1));
+    } else if constexpr (VECTORS) {
+        store_words(row, columns, [&](int n) { return pack<DTYPE>(element(n, 0), element(n, 1)); });
     } else {
-        u32 columns = row.at ? value_columns(p, work_tile) : 0;
 #pragma unroll
         for (int n = 0; n < 2 * PV_MMA_N; n++) {
-            u32 column = n / 2 * 8 + 2 * t + n % 2;
+            const u32 column = n / 2 * 8 + 2 * t + n % 2;
             if (column < columns) store_element(row.at, column, element(n / 2, n % 2));
         }
     }
@@ -75,7 +73,7 @@ DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const O
 DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
     RowOut rows[LANE_ROWS];
     finish_rows(p, work_tile, first_row, acc, rows);
-    if (is_whole(p, work_tile)) {
+    if (has_vector_columns(p, work_tile)) {
 #pragma unroll
         for (int n = 0; n < LANE_ROWS; n++) store_row<true>(p, work_tile, acc, rows[n], n / 2, n % 2);
     } else {

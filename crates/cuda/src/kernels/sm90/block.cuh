@@ -386,7 +386,7 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 sum = 0;
-        store_words(rows[half], [&](int n) {
+        store_words(rows[half], value_columns(p, work_tile), [&](int n) {
             const float(&o)[4] = acc.out[0][n];
             u32 word = pack<DTYPE>(o[2 * half] * rows[half].factor, o[2 * half + 1] * rows[half].factor);
             sum = add_zero_times<DTYPE>(sum, word);
@@ -397,27 +397,26 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
     return !__any_sync(ALL_LANES, nonfinite != 0);
 }
 
-// Stores a warp's rows element by element, a few columns at a time. Most rows of 16 bits are stored by `store_if_finite`: short code matters here,
-// as it takes the compiler less time.
-DEVICE void store_columns(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
+// Stores a warp's rows of 16 bits element by element: rows that `store_if_finite` does not take because an element is infinite or NaN, or because
+// vectors of four columns do not fit them. A loop over fragments keeps the code short, which compiles faster.
+DEVICE void store_elements(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
     RowOut rows[LANE_ROWS];
     finish_rows(p, work_tile, first_row, acc, rows);
     const u32 t = opaque(threadIdx.x % 4), columns = value_columns(p, work_tile);
 #pragma unroll 1
-    for (int first_n = 0; first_n < PV_MMA_N; first_n += LOOPED_MMA_N) {
-        float out[LOOPED_MMA_N][4];
+    for (int n = 0; n < PV_MMA_N; n++) {
+        float out[4];
 #pragma unroll
-        for (int n = 0; n < PV_MMA_N; n++)
+        for (int m = 0; m < PV_MMA_N; m++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (n / LOOPED_MMA_N * LOOPED_MMA_N == first_n) out[n % LOOPED_MMA_N][i] = acc.out[0][n][i];
+                if (m == n) out[i] = acc.out[0][m][i];
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int n = 0; n < 2 * LOOPED_MMA_N; n++) {
-                const u32 column = 8 * first_n + n / 2 * 8 + 2 * t + n % 2;
-                if (rows[half].at && column < columns) store_element(rows[half].at, column, finite_mean(out[n / 2][2 * half + n % 2], rows[half].factor, 1.f));
-            }
+        for (int i = 0; i < 4; i++) {
+            const RowOut row = rows[i / 2];
+            const u32 column = 8 * n + 2 * t + i % 2;
+            if (row.at && column < columns) store_element(row.at, column, finite_mean(out[i], row.factor, 1.f));
+        }
     }
 }
 
@@ -427,7 +426,7 @@ DEVICE void store(const Team& team, const RingStage<LISTED>& tile_at, const Onli
     const WorkTile& work_tile = team.memory.listed[tile_at.stage()].work_tile;
     if (work_tile.splits <= 1) {
         if (DTYPE == F32) store_rows(p, work_tile, team.first_row, acc);
-        else store_columns(p, work_tile, team.first_row, acc);
+        else store_elements(p, work_tile, team.first_row, acc);
         return;
     }
     store_split(p, work_tile, team.first_row, acc);
@@ -460,7 +459,7 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     const ListedTile& listed = team.memory.listed[tile_at.stage()];
     const WorkTile& work_tile = listed.work_tile;
     if constexpr (DTYPE != F32)
-        if (work_tile.splits <= 1 && is_whole(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
+        if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
     if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
     acc.reduce_row_sum(p);

@@ -124,12 +124,13 @@ DEVICE void recompute_probs(const ForwardParams& p, const WarpRows& warp, u32 ke
         }
 }
 
-// Columns of the output that a loop recomputes or stores at a time, in fragments of eight: code for all of them would take most of a compilation.
-constexpr int LOOPED_MMA_N = 2;
-static_assert(PV_MMA_N % LOOPED_MMA_N == 0);
+// Columns of the output that are recomputed at a time, in fragments of eight: code for all of them would take most of a compilation, and threads of
+// three warpgroups have few registers.
+constexpr int RECOMPUTE_MMA_N = PV_MMA_N > 16 || WARPS > 8 ? 2 : 4;
+static_assert(PV_MMA_N % RECOMPUTE_MMA_N == 0);
 
-// The output of a warp's rows in LOOPED_MMA_N fragments of columns, from fragment `first_n` on.
-DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile, const WarpRows& warp, u32 first_n, float (&out)[LOOPED_MMA_N][4]) {
+// The output of a warp's rows in RECOMPUTE_MMA_N fragments of columns, from fragment `first_n` on.
+DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile, const WarpRows& warp, u32 first_n, float (&out)[RECOMPUTE_MMA_N][4]) {
     const u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (u32 key0 = work_tile.begin / STEP_KEYS * STEP_KEYS; key0 < work_tile.end; key0 += STEP_KEYS) {
@@ -151,7 +152,7 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
             for (int e = 0; e < WORD_ELEMENTS; e++)
                 v[i][e] = key_address(p, p.v, source.keys, source.v, key0 + 2 * t + (DTYPE == F32 ? i : 8 * i + e));
 #pragma unroll
-        for (int n = 0; n < LOOPED_MMA_N; n++) {
+        for (int n = 0; n < RECOMPUTE_MMA_N; n++) {
             const u32 column = opaque(8 * (first_n + n) + g);
             u32 b[2];
 #pragma unroll
@@ -175,13 +176,13 @@ DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32
 #pragma unroll
     for (int half = 0; half < 2; half++) warp.shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
 #pragma unroll 1
-    for (int first_n = 0; first_n < PV_MMA_N; first_n += LOOPED_MMA_N) {
-        float out[LOOPED_MMA_N][4] = {};
+    for (int first_n = 0; first_n < PV_MMA_N; first_n += RECOMPUTE_MMA_N) {
+        float out[RECOMPUTE_MMA_N][4] = {};
         recompute_columns(p, work_tile, warp, first_n, out);
 #pragma unroll
         for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (n / LOOPED_MMA_N * LOOPED_MMA_N == first_n) acc.out[0][n][i] = out[n % LOOPED_MMA_N][i];
+                if (n / RECOMPUTE_MMA_N * RECOMPUTE_MMA_N == first_n) acc.out[0][n][i] = out[n % RECOMPUTE_MMA_N][i];
     }
 }

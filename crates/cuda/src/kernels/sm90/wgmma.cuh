@@ -51,7 +51,8 @@ DEVICE void wgmma_wait() {
 }
 
 // Keeps the compiler from moving accesses to these registers over this place: it does not know that products run on after their
-// instruction. It stands before the fence of a group and behind the wait for it, for accumulators and for left operands.
+// instruction. It stands before the fence of a group and behind the wait for it, for accumulators and for left operands. Each statement takes
+// compile time, so several registers share one.
 template <int N>
 DEVICE void pin_registers(float (&x)[N]) {
     static_assert(N % 8 == 0);
