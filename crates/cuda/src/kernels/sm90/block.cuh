@@ -451,24 +451,27 @@ struct FullBlocks {
     DEVICE bool is_masked_tile(const ForwardParams& p, const WorkTile& work_tile, u32 block) const {
         return Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < begin || block >= end;
     }
+
+    // Returns false if no tile of the work tile is to be masked.
+    DEVICE bool may_mask(const KeyBlocks& blocks) const { return Scoring::HAS_MASK || blocks.first < begin || blocks.end > end; }
 };
 
 // Ends the work tile at `tile_at`: stores a warp's rows.
-DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc, bool any_masked) {
+DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc) {
     const ForwardParams& p = team.params.forward;
     const ListedTile& listed = team.memory.listed[tile_at.stage()];
     const WorkTile& work_tile = listed.work_tile;
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
-    const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(any_masked));
+    const bool may_mask = FullBlocks(p, work_tile).may_mask(KeyBlocks(p, work_tile));
+    const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask));
     if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
     store(team, tile_at, acc);
 }
 
-// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale, and returns true
-// if it masked a tile.
+// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale.
 template <typename Stream>
 DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
@@ -486,8 +489,8 @@ DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memor
         stream.acc.reset();
         team.wait_q(work_tile, QStage(tile_at));
         tile_at.wait_full(shared_address(memory.barriers.rows_full));
-        const bool any_masked = stream.compute(team, work_tile, blocks, listed.rows + team.first_row);
-        end_work_tile(team, tile_at, stream.acc, any_masked);
+        stream.compute(team, work_tile, blocks, listed.rows + team.first_row);
+        end_work_tile(team, tile_at, stream.acc);
         mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
     }
 }

@@ -151,15 +151,13 @@ struct Stream {
         }
     }
 
-    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+    DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = team.params.forward;
-        bool any_masked = false;
         for (u32 block = blocks.first; block < blocks.end;) {
             const bool first = block == blocks.first;
             // Recomputed for each tile, so that it occupies no registers during products.
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
-            any_masked |= masked;
             const TileRows tile = {rows, block * BLOCK_N};
             // Biases branch, and the compiler waits for products where it branches.
             if (Scoring::HAS_BIAS || first || !OVERLAPS) {
@@ -176,7 +174,6 @@ struct Stream {
         }
         team.release_q();
         if (OVERLAPS) multiply(team, false, true);
-        return any_masked;
     }
 };
 

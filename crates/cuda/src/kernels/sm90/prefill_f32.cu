@@ -98,19 +98,16 @@ struct F32Stream {
         exponentiate_and_rescale(acc, scores, scale, rescale);
     }
 
-    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+    DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = team.params.forward;
-        bool any_masked = false;
         for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
-            any_masked |= masked;
             multiply_keys(team);
             if (has_nonfinite_score()) recompute_scores(team, work_tile, block * BLOCK_N);
             softmax(p, rows, block * BLOCK_N, masked);
             multiply_values(team);
         }
-        return any_masked;
     }
 };
 

@@ -101,14 +101,12 @@ struct WideStream {
         multiply_values(team);
     }
 
-    DEVICE bool compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+    DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = team.params.forward;
-        bool any_masked = false;
         for (u32 block = blocks.first; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) {
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
             step(team, rows, block, masked);
-            any_masked |= masked;
         }
         team.release_q();
         // Sums over the keys of both teams.
@@ -116,7 +114,6 @@ struct WideStream {
         float other[2] = {sums[0], sums[1]};
         exchange(team, other);
         sums[0] += other[0], sums[1] += other[1];
-        return any_masked;
     }
 };
 
