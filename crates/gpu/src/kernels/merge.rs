@@ -2,7 +2,7 @@
 
 use super::rotation::{block_count, unrotate};
 use super::score::{HUGE_SCORE, LN2, from_log2, to_log2};
-use super::tile::SHRINK;
+use super::tile::{SHRINK, element_of};
 use flashtile_core::tensor::reach;
 use flashtile_kernel::prelude::*;
 
@@ -271,7 +271,7 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         + group_y() as u64 * params.out[1]
         + group_x() as u64 * params.out[2];
     for c in (thread_index()..DV as u32).step_by(128) {
-        out[start + c as u64] = Q::from_f32(row[c]);
+        out[start + c as u64] = element_of::<Q>(row[c]);
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();

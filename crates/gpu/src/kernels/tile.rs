@@ -372,6 +372,18 @@ pub fn online_softmax<const N: usize, const T: usize>(
     }
 }
 
+/// A mean as an element of the output. Probabilities in 16 bits may round up where their sum in f32 does not: a finite mean that rounds to
+/// infinity becomes the largest element.
+#[device]
+pub fn element_of<Q: Element>(mean: f32) -> Q {
+    let mut element = Q::from_f32(mean);
+    if mean.is_finite() && !element.to_f32().is_finite() {
+        let largest = select(Q::from_f32(1e5).to_f32().is_finite(), 3.389_531_4e38, 65504.0);
+        element = Q::from_f32(mean.max(-largest).min(largest));
+    }
+    element
+}
+
 /// The factor of the partial outputs of row `2 t + n` of a lane: [`SHRINK`] where its bit in `shrunk` says so.
 #[device]
 pub fn shrink_of(shrunk: u32, row: usize) -> f32 {

@@ -9,7 +9,7 @@ use crate::kernels::merge::{Merged, lse_of};
 use crate::kernels::query::{RowTile, head_of, result_of};
 use crate::kernels::rotation::unrotate;
 use crate::kernels::score::to_log2;
-use crate::kernels::tile::{Accumulator, SECOND_PASS, SHRINK, shrink_of};
+use crate::kernels::tile::{Accumulator, SECOND_PASS, SHRINK, element_of, shrink_of};
 use flashtile_kernel::prelude::*;
 
 /// Bits `2 m + h` of a lane's rows whose outputs are infinite or NaN while their `row_sum` is finite: they overflowed, or a value is
@@ -209,7 +209,7 @@ fn store_out<
                     for n in 0..2usize {
                         let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
                         if C == D || c < D as u32 {
-                            out[start + c as u64] = Q::from_f32(mean_of(state.out[m][i][h][n], factor));
+                            out[start + c as u64] = element_of::<Q>(mean_of(state.out[m][i][h][n], factor));
                         }
                     }
                 }
@@ -290,7 +290,7 @@ fn store_unrotated<
                     if row < output.tile.rows {
                         let at = out_start(output, row);
                         for c in (simd_lane()..D as u32).step_by(32) {
-                            out[at + c as u64] = Q::from_f32(staged[start + c]);
+                            out[at + c as u64] = element_of::<Q>(staged[start + c]);
                         }
                     }
                 }
