@@ -364,21 +364,23 @@ fn means_of_values_near_the_largest_are_finite() {
     }
 }
 
-/// Probabilities in 16 bits may all round up where their sum in f32 does not: means of the largest value must not become infinite.
+/// Probabilities in 16 bits may round up where their sum in f32 does not: means of the largest value must not become infinite.
 #[test]
 fn means_are_finite_where_probabilities_round_up() {
-    // exp(score) is a little more than half a unit in the last place above 1.
-    for (dtype, largest, score) in [(Dtype::BF16, 3.389_531_4e38, 0.003_937), (Dtype::F16, 65504.0, 0.000_49)]
+    // Twice exp(score) is a little more than half a unit in the last place above 1.
+    for (dtype, largest, score) in
+        [(Dtype::BF16, 3.389_531_4e38, -0.688_96), (Dtype::F16, 65504.0, -0.692_62)]
     {
         for (name, kv_len) in [("few tiles", 300), ("splits", 4000)] {
             let shape = [1, 4, 2, 40, kv_len, 64, 64];
             let mut built = build(&Case::new(format!("{name} {dtype}"), shape, dtype).scale(1.0));
-            fill(&mut built.q, |[_, _, _, d]| if d == 0 { 1.0 } else { 0.0 });
-            // The first key has the maximum of the first tile, which later ones exceed too little to replace it.
-            fill(&mut built.k, |[_, _, j, d]| match (j, d) {
-                (0, _) | (_, 1..) => 0.0,
-                (1..128, _) => -20.0,
-                _ => score,
+            fill(&mut built.q, |[_, _, _, d]| if d < 2 { 1.0 } else { 0.0 });
+            // Every tile has a key of score 0, its maximum. The other scores need two elements of 16 bits.
+            fill(&mut built.k, |[_, _, j, d]| match d {
+                _ if j % 32 == 0 => 0.0,
+                0 => -0.6875,
+                1 => score + 0.6875,
+                _ => 0.0,
             });
             fill(&mut built.v, |_| largest);
             everywhere(&built, &format!("{name} {dtype}"));
@@ -386,6 +388,24 @@ fn means_are_finite_where_probabilities_round_up() {
                 strictly(&built, &SimulatorRunner::prefill(), &format!("{name} {dtype}"));
             }
         }
+    }
+}
+
+#[test]
+fn means_of_values_that_the_output_does_not_hold_are_infinite() {
+    for (dtype, codec, value) in [
+        (Dtype::F16, Codec::F32, 1e5),
+        (Dtype::F16, Codec::BF16, -1e5),
+        (Dtype::F16, Codec::F32, 65537.0),
+        (Dtype::BF16, Codec::F32, 3.4028e38),
+    ] {
+        let case = Case::new(format!("{value} {codec} {dtype}"), [1, 4, 2, 0, 0, 64, 64], dtype)
+            .cached(&[(1, 70), (40, 90)], 16, Keep::All)
+            .stored(Codec::from(dtype), codec);
+        let mut built = build(&case);
+        let held = built.v.clone();
+        fill(&mut built.v, |index| if held.get(index).is_nan() { f32::NAN } else { value });
+        everywhere(&built, &case.name);
     }
 }
 

@@ -372,14 +372,20 @@ pub fn online_softmax<const N: usize, const T: usize>(
     }
 }
 
-/// A mean as an element of the output. Probabilities in 16 bits may round up where their sum in f32 does not: a finite mean that rounds to
-/// infinity becomes the largest element.
+/// A mean as an element of the output. Probabilities in 16 bits may round up where their sum in f32 does not, by a factor of at most `1 + 2^-8`
+/// (f16: `1 + 2^-11`): a mean that exceeds the largest element by no more becomes that element. Values of wider types may be larger, and their
+/// means infinite.
 #[device]
 pub fn element_of<Q: Element>(mean: f32) -> Q {
     let mut element = Q::from_f32(mean);
     if mean.is_finite() && !element.to_f32().is_finite() {
-        let largest = select(Q::from_f32(1e5).to_f32().is_finite(), 3.389_531_4e38, 65504.0);
-        element = Q::from_f32(mean.max(-largest).min(largest));
+        // Of the types of 16 bits, only bf16 holds this number.
+        let is_bf16 = Q::from_f32(1e5).to_f32().is_finite();
+        let largest = select(is_bf16, 3.389_531_4e38, 65504.0);
+        let rounding = select(is_bf16, 0.003_906_25, 0.000_488_281_25);
+        if mean.abs() <= largest * (1.0 + rounding) {
+            element = Q::from_f32(mean.max(-largest).min(largest));
+        }
     }
     element
 }
@@ -594,4 +600,30 @@ pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
         }
     }
     again
+}
+
+#[cfg(test)]
+mod tests {
+    use super::element_of;
+    use flashtile_kernel::{bf16, f16};
+
+    #[test]
+    fn only_rounding_is_cut_off() {
+        for (mean, of_f16, of_bf16) in [
+            (65504.0, 65504.0, 65536.0),
+            (65535.9, 65504.0, 65536.0),
+            (-65535.9, -65504.0, -65536.0),
+            (65537.0, f32::INFINITY, 65536.0),
+            (-1e5, f32::NEG_INFINITY, -99840.0),
+            (3.4e38, f32::INFINITY, 3.389_531_4e38),
+            (-3.4027e38, f32::NEG_INFINITY, -3.389_531_4e38),
+            (3.4028e38, f32::INFINITY, f32::INFINITY),
+            (f32::INFINITY, f32::INFINITY, f32::INFINITY),
+        ] {
+            assert_eq!(element_of::<f16>(mean).to_f32(), of_f16, "{mean}");
+            assert_eq!(element_of::<bf16>(mean).to_f32(), of_bf16, "{mean}");
+            assert_eq!(element_of::<f32>(mean), mean);
+        }
+        assert!(element_of::<f16>(f32::NAN).is_nan() && element_of::<bf16>(f32::NAN).is_nan());
+    }
 }
