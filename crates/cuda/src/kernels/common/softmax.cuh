@@ -21,7 +21,8 @@ constexpr float MAX_VALUE = DTYPE == F32 ? MAX_F32 : DTYPE == BF16 ? 3.389531389
 // Scores of a tile, and then their probabilities.
 typedef float Scores[MMA_M][QK_MMA_N][4];
 
-// `sum * factor * unshrink`, no larger than a value where the sum is finite. It would be larger by rounding alone, also of the probabilities.
+// `sum * factor * unshrink`, within the dtype's finite range where the sum is finite: values are of the dtype, so only rounding, also that of the
+// probabilities, takes a mean beyond it.
 DEVICE float finite_mean(float sum, float factor, float unshrink) {
     const float x = sum * factor * unshrink;
     return fabsf(sum) < INF && fabsf(factor) < INF ? fminf(fmaxf(x, -MAX_VALUE), MAX_VALUE) : x;
@@ -80,7 +81,7 @@ struct OnlineSoftmax : RowStats {
     }
 
     // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
-    DEVICE bool needs_recompute(bool any_masked) const {
+    DEVICE bool needs_recompute(bool may_mask) const {
         // 0 times the elements, NaN if one is infinite or NaN.
         float zeros[2] = {};
         bool has_nan = false;
@@ -93,7 +94,7 @@ struct OnlineSoftmax : RowStats {
                     if (CAN_OVERFLOW) zeros[i % 2] = fmaf(out[m][n][i], 0.f, zeros[i % 2]);
                     else has_nan |= isnan(out[m][n][i]);
                 }
-        return CAN_OVERFLOW ? zeros[0] + zeros[1] != 0.f : any_masked && has_nan;
+        return CAN_OVERFLOW ? zeros[0] + zeros[1] != 0.f : may_mask && has_nan;
     }
 
     // After `reduce_row_sum`, for sums of values times SHRINK: rows that do not overflow are scaled back; of the others the probabilities

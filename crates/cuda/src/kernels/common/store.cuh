@@ -31,8 +31,11 @@ DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
     }
 }
 
-// Returns true if a lane can store four columns of a row at a time.
-DEVICE bool has_vector_columns(const ForwardParams& p, const WorkTile& work_tile) { return VECTOR_ROWS && value_columns(p, work_tile) % 4 == 0; }
+// Returns true if lanes can store the tile's columns of a row four at a time.
+DEVICE bool has_vector_columns(const ForwardParams& p, const WorkTile& work_tile) {
+    const u32 columns = value_columns(p, work_tile);
+    return VECTOR_ROWS && (columns >= VALUE_DIM || columns % 4 == 0);
+}
 
 // Stores `columns` 16-bit elements of a row, four at a time. Lanes of even t store four columns of the first of two fragments, the others four of
 // the second. `words` makes the words of one fragment, before lanes exchange them.

@@ -451,10 +451,15 @@ struct FullBlocks {
     DEVICE bool is_masked_tile(const ForwardParams& p, const WorkTile& work_tile, u32 block) const {
         return Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < begin || block >= end;
     }
-
-    // Returns false if no tile of the work tile is to be masked.
-    DEVICE bool may_mask(const KeyBlocks& blocks) const { return Scoring::HAS_MASK || blocks.first < begin || blocks.end > end; }
 };
+
+// Returns false if no tile of the work tile is masked.
+DEVICE bool may_mask(const ForwardParams& p, const WorkTile& work_tile) {
+    if constexpr (Scoring::HAS_MASK) return true;
+    const KeyBlocks blocks(p, work_tile);
+    const FullBlocks full(p, work_tile);
+    return blocks.first < full.begin || blocks.end > full.end;
+}
 
 // Ends the work tile at `tile_at`: stores a warp's rows.
 DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc) {
@@ -463,8 +468,7 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     const WorkTile& work_tile = listed.work_tile;
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
-    const bool may_mask = FullBlocks(p, work_tile).may_mask(KeyBlocks(p, work_tile));
-    const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask));
+    const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask(p, work_tile)));
     if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();

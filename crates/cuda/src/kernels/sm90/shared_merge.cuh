@@ -151,7 +151,7 @@ struct MergeRows {
         for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
     }
 
-    // The means of sums, where one of the warp's exceeds every value or is NaN. Sums may overflow where means do not. Such rows are summed a second
+    // The means of sums, where one of the warp's exceeds MAX_VALUE or is NaN. Sums may overflow where means do not. Such rows are summed a second
     // time, scaled by SHRINK, from the splits themselves, since a group's sum may have overflowed too.
     DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
         float4 shrunk[MERGE_ROWS];
