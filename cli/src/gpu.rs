@@ -74,7 +74,7 @@ fn wgmma_tile(numbers: &str) -> std::result::Result<CudaTile, String> {
         Some(&[warpgroups, keys, stages, ping_pong]) => {
             Ok(Sm90Tile::new(warpgroups, keys, stages).with_ping_pong(ping_pong != 0).into())
         }
-        _ => Err("expected four whole numbers after wgmma: warpgroups, keys, stages, ping-pong".to_owned()),
+        _ => Err("expected four whole numbers after wgmma: warpgroups, keys, stages and ping-pong (0 or 1), as in wgmma:2,128,2,1".to_owned()),
     }
 }
 

@@ -469,7 +469,7 @@ impl CudaShown<'_> {
         } else if plan.splits() == 1 {
             "tiles fill the device without splits, or see one block of keys each"
         } else {
-            "keys are divided equally among the thread blocks that the device runs at once"
+            "tiles, or the last ones of a queue, are cut along their keys so that no thread block waits long"
         };
         lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
         lines

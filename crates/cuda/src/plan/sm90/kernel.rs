@@ -69,7 +69,7 @@ impl Sm90Kernel {
     fn refusal(problem: &Problem, facts: &CudaFacts) -> Option<&'static str> {
         let dims = problem.dims();
         if !facts.wgmma {
-            Some("it is of kernels for compute capability 9.0")
+            Some("tiles of wgmma need compute capability 9.0 and NVRTC 12.0")
         } else if problem.dtype() == Dtype::F32 && dims.head_dim.max(dims.value_dim) > MAX_NARROW_DIM {
             Some("it is of kernels for head dimensions up to 256 in f32")
         } else if dims.head_dim.max(dims.value_dim) > MAX_DIM {
@@ -110,7 +110,7 @@ impl Sm90Kernel {
                 }
                 if tile.shares_rows != is_wide {
                     return Err(Unsupported::Tile {
-                        why: "warpgroups share rows above a head dimension of 256",
+                        why: "warpgroups share rows above a head dimension of 256; there only the planner chooses tiles",
                     });
                 }
                 vec![tile]
