@@ -379,7 +379,7 @@ pub fn online_softmax<const N: usize, const T: usize>(
 pub fn element_of<Q: Element>(mean: f32) -> Q {
     let mut element = Q::from_f32(mean);
     if mean.is_finite() && !element.to_f32().is_finite() {
-        // Of the types of 16 bits, only bf16 holds this number.
+        // bf16 represents 1e5; in f16 it overflows.
         let is_bf16 = Q::from_f32(1e5).to_f32().is_finite();
         let largest = select(is_bf16, 3.389_531_4e38, 65504.0);
         let rounding = select(is_bf16, 0.003_906_25, 0.000_488_281_25);
