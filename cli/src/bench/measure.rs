@@ -376,7 +376,6 @@ struct DeviceSubject<'a> {
     unit: Unit,
     run: DeviceRun,
     nrmse: f64,
-    host: f64,
     prepare: f64,
     times: Vec<f64>,
 }
@@ -419,11 +418,7 @@ impl<'a> DeviceSubject<'a> {
         let Place { kernel, unit, mut run, prepare } = place(&inputs, &outputs)?;
         run.compute(&mut outputs)?;
         let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
-        let started = Instant::now();
-        (0..Self::LAUNCHES).try_for_each(|_| run.launch())?;
-        let host = started.elapsed().as_secs_f64() / Self::LAUNCHES as f64;
-        run.wait()?;
-        Ok(Self { row, kernel, unit, run, nrmse, host, prepare, times: Vec::new() })
+        Ok(Self { row, kernel, unit, run, nrmse, prepare, times: Vec::new() })
     }
 
     fn turn(&mut self) -> Result<()> {
@@ -431,8 +426,14 @@ impl<'a> DeviceSubject<'a> {
         Ok(())
     }
 
-    fn measured(mut self) -> Measured {
-        Measured {
+    /// Measures the host's time of a launch, and returns all results. Called when every row has its times: the device computes all these
+    /// launches at once, and lowers its clock meanwhile.
+    fn measured(mut self) -> Result<Measured> {
+        let started = Instant::now();
+        (0..Self::LAUNCHES).try_for_each(|_| self.run.launch())?;
+        let host = started.elapsed().as_secs_f64() / Self::LAUNCHES as f64;
+        self.run.wait()?;
+        Ok(Measured {
             row: self.row.clone(),
             kernel: self.kernel,
             unit: self.unit,
@@ -442,9 +443,9 @@ impl<'a> DeviceSubject<'a> {
             apart: None,
             copies: 1,
             nrmse: self.nrmse,
-            host: Some(self.host),
+            host: Some(host),
             prepare: Some(self.prepare),
-        }
+        })
     }
 }
 
@@ -457,7 +458,7 @@ fn on_device<'a>(
     let subjects = rows.iter().map(subject);
     let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
     turns(10, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(DeviceSubject::turn))?;
-    Ok(subjects.into_iter().map(DeviceSubject::measured).collect())
+    subjects.into_iter().map(DeviceSubject::measured).collect()
 }
 
 /// The same problem without shared prefixes, if it has any.
