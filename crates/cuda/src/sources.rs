@@ -365,14 +365,18 @@ mod tests {
     fn sm90_sources(take: impl Fn(usize) -> bool) -> Vec<Source> {
         let mut sources = Vec::new();
         for (dtype, q_len, dim, value_dim) in [
-            (Dtype::BF16, 600, 64, 64),
-            // Three warpgroups.
-            (Dtype::F16, 1152, 64, 64),
+            // Two warpgroups, and three with tiles of 64, 96 and 112 keys.
+            (Dtype::BF16, 128, 64, 64),
+            (Dtype::BF16, 192, 64, 64),
+            (Dtype::F16, 600, 64, 64),
+            (Dtype::F16, 9000, 64, 64),
             (Dtype::F16, 600, 96, 96),
             (Dtype::BF16, 600, 128, 128),
             (Dtype::F16, 600, 192, 128),
             (Dtype::BF16, 600, 192, 192),
+            // Tiles of 64 keys and of 80.
             (Dtype::BF16, 600, 256, 256),
+            (Dtype::F16, 3000, 256, 256),
             // Rows of q of two work tiles where most of these widths have one.
             (Dtype::F16, 600, 192, 64),
             (Dtype::BF16, 600, 384, 384),

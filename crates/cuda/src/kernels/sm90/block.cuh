@@ -324,6 +324,21 @@ struct Team {
         if (lane == 0) mbarrier_arrive(shared_address(barrier));
     }
 
+    // Of the tiles of keys `blocks` of a work tile those that the team's rows see, from the first to the last: none where no row exists or sees a
+    // key. Rows are ordered by position, so later ones do not begin or end before earlier ones. Two teams compute all tiles: passing some was not
+    // faster. `rows` are the tile's.
+    DEVICE KeyBlocks seen_blocks(const WorkTile& work_tile, KeyBlocks blocks, const Row* rows) const {
+        if (TEAMS < 3 || params.forward.mask_every_tile) return blocks;
+        const Row* own = rows + part * TEAM_ROWS;
+        const u32 count = rows_of_tile(params.forward, work_tile, part * TEAM_ROWS, TEAM_ROWS);
+        u32 first = blocks.end, end = blocks.end;
+        if (count) first = own[0].begin / BLOCK_N, end = (own[count - 1].end + BLOCK_N - 1) / BLOCK_N;
+        first = uniform(first), end = uniform(end);
+        if (blocks.first < first) blocks.first = first < blocks.end ? first : blocks.end;
+        if (blocks.end > end) blocks.end = end;
+        return blocks;
+    }
+
     // The team has computed its last scores of a work tile.
     DEVICE void release_q() const {
         if (Q_STAGES == 1 && TMA && params.q_box_positions) arrive(memory.barriers.q_empty + part);
@@ -475,7 +490,8 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     store(team, tile_at, acc);
 }
 
-// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale.
+// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale;
+// `rows` are the warp's.
 template <typename Stream>
 DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;

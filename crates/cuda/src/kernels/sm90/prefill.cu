@@ -4,7 +4,7 @@
 // next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
 // enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a
 // bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
-// probabilities.
+// probabilities. Tiles that none of a team's rows sees are passed, if there are three teams.
 
 // True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
 // wgmma (C7513 in the log of `--ptxas-options=-v`): there one product finishes before the next starts.
@@ -151,10 +151,27 @@ struct Stream {
         }
     }
 
+    // Passes a tile that none of the team's rows sees: waits and arrives as if it computed it, since the copying warps and other teams' turns count
+    // every team.
+    DEVICE void pass(const Team& team) {
+        wait_k(team);
+        team.begin_turn();
+        team.end_turn();
+        team.arrive(team.memory.barriers.k_empty + k_at.stage());
+        wait_v(team);
+        team.arrive(team.memory.barriers.v_empty + v_at.stage());
+        k_at.advance();
+        v_at.advance();
+    }
+
     DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = team.params.forward;
-        for (u32 block = blocks.first; block < blocks.end;) {
-            const bool first = block == blocks.first;
+        const KeyBlocks seen = team.seen_blocks(work_tile, blocks, rows - team.first_row);
+        u32 block = blocks.first;
+        for (; block < seen.first; block = next_block(p, work_tile, block + 1, blocks.end)) pass(team);
+        const u32 first_block = block;
+        while (block < seen.end) {
+            const bool first = block == first_block;
             // Recomputed for each tile, so that it occupies no registers during products.
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
@@ -166,14 +183,15 @@ struct Stream {
                 if (!OVERLAPS) multiply(team, false, true);
                 block = next_block(p, work_tile, block + 1, blocks.end);
             } else {
-                const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : blocks.end;
+                const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : seen.end;
                 if (masked) multiply_and_softmax<true>(team, tile, end - block);
                 else multiply_and_softmax<false>(team, tile, end - block);
                 block = end;
             }
         }
         team.release_q();
-        if (OVERLAPS) multiply(team, false, true);
+        if (OVERLAPS && first_block < seen.end) multiply(team, false, true);
+        for (; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) pass(team);
     }
 };
 

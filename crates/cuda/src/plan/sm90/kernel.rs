@@ -1,7 +1,8 @@
 //! The `wgmma` kernels: what they compute, how one is chosen, and what it takes.
 
 use super::tile::{
-    MAX_DIM, MAX_F32_VALUE_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, candidates, f32_candidates,
+    MAX_DIM, MAX_F32_VALUE_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, Workload, candidates,
+    f32_candidates,
 };
 use crate::plan::facts::CudaFacts;
 use crate::plan::schedule::TileShape;
@@ -116,10 +117,7 @@ impl Sm90Kernel {
                 vec![tile]
             }
             None if dtype == Dtype::F32 => f32_candidates(head_dim, value_dim),
-            None => {
-                let rows = problem.sequences().iter().map(|s| s.q_len.saturating_mul(dims.gqa_group()));
-                candidates(head_dim, value_dim, has_bias, rows)
-            }
+            None => candidates(head_dim, value_dim, &workload(problem)),
         };
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
         let kernels = candidates.into_iter().map(with);
@@ -194,6 +192,20 @@ impl Sm90Kernel {
     /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
     pub(crate) const fn partial_floats(&self) -> usize {
         self.tile.rows() * (self.value_dim + 2 * self.tile.value_teams())
+    }
+}
+
+/// What the best tile depends on.
+fn workload(problem: &Problem) -> Workload<impl Iterator<Item = usize> + Clone> {
+    let (sequences, visibility) = (problem.sequences(), problem.desc().visibility);
+    let group = problem.dims().gqa_group();
+    let kv_len = sequences.iter().map(|s| s.kv_len).max().unwrap_or(0);
+    let window = visibility.left().zip(visibility.right());
+    Workload {
+        rows: sequences.iter().map(move |s| s.q_len.saturating_mul(group)),
+        keys: window.map_or(kv_len, |(left, right)| left.saturating_add(right).saturating_add(1).min(kv_len)),
+        is_causal: visibility.right() == Some(0),
+        has_bias: has_bias(problem),
     }
 }
 

@@ -115,28 +115,52 @@ impl Sm90Tile {
     }
 }
 
-/// Tiles for dimensions that the kernels are compiled for, best first; each sequence has its number of `rows`. What modifies scores takes
-/// registers: there are fewer warpgroups then, or fewer keys.
-pub(super) fn candidates(
+/// What the best tile of a problem depends on, apart from its dimensions.
+pub(super) struct Workload<Rows> {
+    /// Rows of each sequence: queries times query heads of a key/value head.
+    pub(super) rows: Rows,
+    /// The most keys that a row sees.
+    pub(super) keys: usize,
+    /// True if rows do not see keys behind their position.
+    pub(super) is_causal: bool,
+    /// True if scores are modified before the softmax.
+    pub(super) has_bias: bool,
+}
+
+/// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups then, or
+/// fewer keys.
+pub(super) fn candidates<Rows: Iterator<Item = usize> + Clone>(
     head_dim: usize,
     value_dim: usize,
-    has_bias: bool,
-    rows: impl Iterator<Item = usize> + Clone,
+    workload: &Workload<Rows>,
 ) -> Vec<Sm90Tile> {
+    let has_bias = workload.has_bias;
     if head_dim.max(value_dim) > MAX_NARROW_DIM {
         return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
     }
     let best = match head_dim.max(value_dim) {
-        0..=64 if !has_bias && !prefers_two_warpgroups(rows) => (3, 112, 3),
-        0..=64 => (2, 128, 4),
-        65..=128 => (2, 128, 2),
-        129..=192 if value_dim <= 128 => (2, 128, 2),
-        129..=192 => (2, 96, 2),
-        _ if has_bias => (2, 48, 2),
-        _ => (2, 80, 2),
+        0..=64 if !has_bias && !prefers_two_warpgroups(&workload.rows) => three_warpgroups(workload),
+        0..=64 => Sm90Tile::new(2, 128, 4),
+        65..=128 => Sm90Tile::new(2, 128, 2),
+        129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
+        129..=192 => Sm90Tile::new(2, 96, 2),
+        _ if has_bias => Sm90Tile::new(2, 48, 2),
+        _ if workload.keys <= 2048 => Sm90Tile::new(2, 64, 2),
+        _ => Sm90Tile::new(2, 80, 2),
     };
-    let shapes = [best, (2, 64, 2), (2, 32, 2)];
-    shapes.map(|(warpgroups, keys, stages)| Sm90Tile::new(warpgroups, keys, stages)).to_vec()
+    vec![best, Sm90Tile::new(2, 64, 2), Sm90Tile::new(2, 32, 2)]
+}
+
+/// The tile of three warpgroups, which take no turns. Wide tiles need fewer instructions a key, narrow ones compute fewer keys that a row does
+/// not see: about half a tile where a window begins, where causal rows end, and past the last key. 64 divides 192 rows, and so does 96.
+fn three_warpgroups<Rows>(workload: &Workload<Rows>) -> Sm90Tile {
+    let (keys, stages) = match workload.keys {
+        0..=256 => (64, 4),
+        257..=1535 => (96, 4),
+        1536..=8191 if workload.is_causal => (96, 4),
+        _ => (112, 3),
+    };
+    Sm90Tile::new(3, keys, stages).with_ping_pong(false)
 }
 
 /// Tiles of f32, best first. Shared memory holds three terms of 16 bits of each element: above a head dimension of 128 there is room for rows of
@@ -154,29 +178,56 @@ pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile>
         .to_vec()
 }
 
-/// True if two warpgroups are faster than three for sequences of these numbers of rows. Three need 0.87 to 0.92 of the time for a row, but
-/// their tiles are larger, and may have more rows beyond the end of a sequence.
-fn prefers_two_warpgroups(rows: impl Iterator<Item = usize> + Clone) -> bool {
+/// True if two warpgroups are faster than three for sequences of these numbers of rows. Three need less time for a row, and a warpgroup without
+/// rows computes nothing. But where three would have room for a fifth more rows than two, too many have nothing to do.
+fn prefers_two_warpgroups(rows: &(impl Iterator<Item = usize> + Clone)) -> bool {
     let computed = |warpgroups: usize| -> usize {
         rows.clone().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS)).fold(0, usize::saturating_add)
             * warpgroups
     };
-    computed(3).saturating_mul(10) > computed(2).saturating_mul(11)
+    computed(3).saturating_mul(5) > computed(2).saturating_mul(6)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn workload(
+        rows: usize,
+        keys: usize,
+        is_causal: bool,
+        has_bias: bool,
+    ) -> Workload<std::array::IntoIter<usize, 3>> {
+        Workload { rows: [rows; 3].into_iter(), keys, is_causal, has_bias }
+    }
+
     /// Candidates for long sequences.
     fn of(head_dim: usize, value_dim: usize, has_bias: bool) -> Vec<Sm90Tile> {
-        candidates(head_dim, value_dim, has_bias, std::iter::once(16_384))
+        candidates(head_dim, value_dim, &workload(16_384, 16_384, false, has_bias))
     }
 
     #[test]
     fn three_warpgroups_are_for_rows_that_exist() {
-        for (rows, warpgroups) in [(1024, 2), (1152, 3), (1536, 3), (640, 2), (2048, 3)] {
-            assert_eq!(candidates(64, 64, false, [rows; 3].into_iter())[0].warpgroups, warpgroups, "{rows}");
+        for (rows, warpgroups) in [(128, 2), (256, 2), (512, 3), (640, 3), (1024, 3), (1152, 3)] {
+            let best = candidates(64, 64, &workload(rows, 1024, false, false))[0];
+            assert_eq!(best.warpgroups, warpgroups, "{rows}");
+        }
+    }
+
+    #[test]
+    fn tiles_have_fewer_keys_where_rows_see_fewer() {
+        for (head_dim, keys, is_causal, tile_keys) in [
+            (64, 128, true, 64),
+            (64, 1024, true, 96),
+            (64, 1024, false, 96),
+            (64, 4096, true, 96),
+            (64, 4096, false, 112),
+            (64, 16_384, true, 112),
+            (256, 2048, false, 64),
+            (256, 4096, true, 80),
+        ] {
+            let best = candidates(head_dim, head_dim, &workload(3072, keys, is_causal, false))[0];
+            assert_eq!(best.keys, tile_keys, "{head_dim} {keys} {is_causal}");
         }
     }
 
@@ -196,7 +247,7 @@ mod tests {
     #[test]
     fn candidates_depend_on_both_dimensions() {
         for (head_dim, value_dim, best) in [
-            (32, 64, Sm90Tile::new(3, 112, 3)),
+            (32, 64, Sm90Tile::new(3, 112, 3).with_ping_pong(false)),
             (64, 96, Sm90Tile::new(2, 128, 2)),
             (128, 128, Sm90Tile::new(2, 128, 2)),
             (192, 128, Sm90Tile::new(2, 128, 2)),
