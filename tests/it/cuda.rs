@@ -209,7 +209,7 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
         tiled(Sm90Tile::new(2, 64, 2)),
         tiled(Sm90Tile::new(2, 128, 2)).odd(),
         tiled(Sm90Tile::new(3, 112, 2)),
-        tiled(Sm90Tile::new(3, 96, 4).with_ping_pong(false)),
+        tiled(Sm90Tile::new(3, 64, 4).with_ping_pong(false)),
         tiled(Sm90Tile::wide(1)),
         tiled(Sm90Tile::wide(2)).odd(),
     ];
@@ -245,10 +245,20 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
     let many = Case::new("splits_many".to_owned(), [1, 1, 1, 129, 4800, 32, 32], Dtype::BF16);
     let wide = Case::new("splits_wide".to_owned(), [1, 2, 1, 70, 1024, 64, 300], Dtype::F16);
     let f32 = Case::new("splits_f32".to_owned(), [1, 2, 2, 100, 700, 64, 200], Dtype::F32);
-    let narrow = Sm90Tile::new(2, 16, 2);
-    for (case, tile, all_splits) in
-        [(many, narrow, &[7, 16, 17, 300][..]), (wide, Sm90Tile::wide(2), &[5, 13]), (f32, narrow, &[3, 10])]
-    {
+    // Splits that some of three teams do not see, and rows for the first team only.
+    let teams = Case::new("splits_teams".to_owned(), [1, 2, 2, 200, 700, 64, 64], Dtype::BF16)
+        .causal(QOffset::BottomRight);
+    let window = teams.clone().seeing(Visibility::window(Some(60), Some(0)));
+    let (narrow, three) = (Sm90Tile::new(2, 16, 2), Sm90Tile::new(3, 16, 2));
+    for (case, tile, all_splits) in [
+        (many, narrow, &[7, 16, 17, 300][..]),
+        (wide, Sm90Tile::wide(2), &[5, 13]),
+        (f32, narrow, &[3, 10]),
+        (teams.clone(), three, &[3, 17]),
+        (teams, three.with_ping_pong(false), &[1, 7]),
+        (window.clone(), three, &[2, 13]),
+        (window, three.with_ping_pong(false), &[1, 5]),
+    ] {
         let prepared = Prepared::new(&case).unwrap();
         for &splits in all_splits {
             let runner = CudaRunner::new(cuda.clone()).tiled(tile).with(options(Some(splits), true));

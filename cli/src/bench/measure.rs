@@ -426,8 +426,8 @@ impl<'a> DeviceSubject<'a> {
         Ok(())
     }
 
-    /// Measures the host's time of a launch, and returns all results. Called when every row has its times: the device computes all these
-    /// launches at once, and lowers its clock meanwhile.
+    /// Measures the host's time of a launch, and returns all results. Called when every row of a call of [`measure`] has its times: the
+    /// device computes these launches back to back, and lowers its clock meanwhile.
     fn measured(mut self) -> Result<Measured> {
         let started = Instant::now();
         (0..Self::LAUNCHES).try_for_each(|_| self.run.launch())?;

@@ -364,27 +364,27 @@ mod tests {
     /// Kernels of every width, tile and way to read rows. `take` chooses among them by their number.
     fn sm90_sources(take: impl Fn(usize) -> bool) -> Vec<Source> {
         let mut sources = Vec::new();
-        for (dtype, q_len, dim, value_dim) in [
+        for (dtype, q_len, dim, value_dim, window) in [
             // Two warpgroups, and three with tiles of 64, 96 and 112 keys.
-            (Dtype::BF16, 128, 64, 64),
-            (Dtype::BF16, 192, 64, 64),
-            (Dtype::F16, 600, 64, 64),
-            (Dtype::F16, 9000, 64, 64),
-            (Dtype::F16, 600, 96, 96),
-            (Dtype::BF16, 600, 128, 128),
-            (Dtype::F16, 600, 192, 128),
-            (Dtype::BF16, 600, 192, 192),
+            (Dtype::BF16, 128, 64, 64, None),
+            (Dtype::BF16, 600, 64, 64, Some(127)),
+            (Dtype::F16, 600, 64, 64, Some(1023)),
+            (Dtype::F16, 9000, 64, 64, None),
+            (Dtype::F16, 600, 96, 96, None),
+            (Dtype::BF16, 600, 128, 128, None),
+            (Dtype::F16, 600, 192, 128, None),
+            (Dtype::BF16, 600, 192, 192, None),
             // Tiles of 64 keys and of 80.
-            (Dtype::BF16, 600, 256, 256),
-            (Dtype::F16, 3000, 256, 256),
+            (Dtype::BF16, 600, 256, 256, Some(1023)),
+            (Dtype::F16, 3000, 256, 256, None),
             // Rows of q of two work tiles where most of these widths have one.
-            (Dtype::F16, 600, 192, 64),
-            (Dtype::BF16, 600, 384, 384),
-            (Dtype::BF16, 600, 512, 512),
-            (Dtype::F32, 600, 64, 64),
-            (Dtype::F32, 600, 128, 128),
-            (Dtype::F32, 600, 192, 128),
-            (Dtype::F32, 600, 256, 256),
+            (Dtype::F16, 600, 192, 64, None),
+            (Dtype::BF16, 600, 384, 384, None),
+            (Dtype::BF16, 600, 512, 512, None),
+            (Dtype::F32, 600, 64, 64, None),
+            (Dtype::F32, 600, 128, 128, None),
+            (Dtype::F32, 600, 192, 128, None),
+            (Dtype::F32, 600, 256, 256, None),
         ] {
             let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
             let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len, kv_len: 2 * q_len }]);
@@ -396,11 +396,16 @@ mod tests {
             (paged_with_alibi.alibi, paged_with_alibi.tree) = (true, true);
             for mut desc in [dense, paged, with_softcap, masked, paged_with_alibi] {
                 desc.q_offset = Some(QOffset::BottomRight);
+                desc.visibility = Visibility::window(window, Some(0));
                 let problem = desc.validate().unwrap();
                 let plan = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap();
                 let kernel = plan.native().unwrap().launches()[0].kernel;
                 assert!(matches!(kernel, NativeKernel::Sm90(_)), "{kernel}");
-                sources.extend(Access::all(&kernel).iter().map(|&access| Source::native(&kernel, access)));
+                for source in Access::all(&kernel).iter().map(|&access| Source::native(&kernel, access)) {
+                    if !sources.contains(&source) {
+                        sources.push(source);
+                    }
+                }
             }
         }
         sources.into_iter().enumerate().filter(|(n, _)| take(*n)).map(|(_, source)| source).collect()
@@ -422,6 +427,25 @@ mod tests {
             })
             .collect();
         assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    #[test]
+    fn wgmma_kernels_include_every_tile() {
+        let sources = sm90_sources(|_| true);
+        for paged in ["", "-paged"] {
+            for tile in ["128x128", "192x64", "192x96", "192x112"].map(|tile| format!("d64-wgmma{tile}")) {
+                assert!(
+                    sources.iter().any(|source| source.name.ends_with(&format!("{tile}{paged}"))),
+                    "{tile}{paged}"
+                );
+            }
+            for tile in ["128x64", "128x80"].map(|tile| format!("d256-wgmma{tile}")) {
+                assert!(
+                    sources.iter().any(|source| source.name.ends_with(&format!("{tile}{paged}"))),
+                    "{tile}{paged}"
+                );
+            }
+        }
     }
 
     #[test]

@@ -64,8 +64,7 @@ impl NativePlan {
             if chosen.is_empty() {
                 continue;
             }
-            let rows = chosen.iter().map(|&s| problem.sequences()[s].q_len * gqa_group).max().unwrap_or(0);
-            let kernel = NativeKernel::choose(problem, facts, rows, asked)?;
+            let kernel = NativeKernel::choose(problem, facts, &chosen, asked)?;
             launches.push(launch(problem, facts, options, kernel, &chosen)?);
         }
         if let Some(got) = options.splits {
@@ -220,7 +219,7 @@ mod tests {
     use crate::plan::machines::{A100, H100};
     use crate::plan::sm90::Sm90Tile;
     use flashtile_core::dtype::{Dtype, MaskKind};
-    use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, SeqLens};
+    use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, QOffset, SeqLens, Visibility};
 
     /// Eight query heads for each of two key/value heads: a query has 4 rows.
     fn desc(dtype: Dtype, q_len: usize, head_dim: usize, value_dim: usize) -> ProblemDesc {
@@ -238,6 +237,53 @@ mod tests {
 
     fn names(desc: ProblemDesc, facts: &CudaFacts) -> String {
         plan(desc, facts, None).unwrap().kernel_names()
+    }
+
+    #[test]
+    fn tiles_of_wgmma_depend_on_how_many_keys_rows_see() {
+        let of = |visibility, kv_len, head_dim| {
+            let mut desc = desc(Dtype::BF16, 1000, head_dim, head_dim);
+            (desc.dims.kv_len, desc.visibility) = (kv_len, visibility);
+            desc.q_offset = Some(QOffset::BottomRight);
+            names(desc, &H100)
+        };
+        assert_eq!(of(Visibility::full(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x112");
+        assert_eq!(of(Visibility::causal(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x96");
+        assert_eq!(of(Visibility::window(Some(127), Some(0)), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x64");
+        assert_eq!(of(Visibility::full(), 2048, 256), "cuda-prefill-bf16-d256-wgmma128x64");
+        assert_eq!(of(Visibility::full(), 4096, 256), "cuda-prefill-bf16-d256-wgmma128x80");
+    }
+
+    #[test]
+    fn chunks_of_the_same_sequences_have_the_same_kernel() {
+        for head_dim in [64, 256] {
+            for window in [None, Some(127)] {
+                let of = |kv_len| {
+                    let shape = HeadShape { q_heads: 8, kv_heads: 2, head_dim, value_dim: head_dim };
+                    let lens = [SeqLens { q_len: 200, kv_len }, SeqLens { q_len: 1, kv_len: 9000 }];
+                    let mut desc = ProblemDesc::cached(shape, Dtype::BF16, &lens);
+                    desc.dims.kv_len = 9000;
+                    desc.visibility = Visibility::window(window, Some(0));
+                    names(desc, &H100)
+                };
+                let first = of(200);
+                for kv_len in [257, 1536, 2049, 8192, 9000] {
+                    assert_eq!(of(kv_len), first, "{kv_len} {window:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn steps_of_decoding_have_no_say_in_the_tiles_of_chunks() {
+        let of = |lens: &[SeqLens]| {
+            let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: 64, value_dim: 64 };
+            names(ProblemDesc::cached(shape, Dtype::BF16, lens), &H100)
+        };
+        let mut lens = vec![SeqLens { q_len: 4096, kv_len: 4096 }];
+        let alone = of(&lens);
+        lens.extend([SeqLens { q_len: 1, kv_len: 4096 }; 64]);
+        assert!(alone.contains("wgmma192") && of(&lens).ends_with(&alone), "{alone} {}", of(&lens));
     }
 
     #[test]

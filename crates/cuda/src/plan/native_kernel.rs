@@ -28,20 +28,24 @@ pub(crate) enum NativeTile {
 }
 
 impl NativeKernel {
-    /// The kernel for sequences with up to `rows` rows for each key/value head, with the tile `asked` or the best that the device holds.
+    /// The kernel for the launch of some `sequences`, with the tile `asked` or the best that the device holds.
     pub(super) fn choose(
         problem: &Problem,
         facts: &CudaFacts,
-        rows: usize,
+        sequences: &[usize],
         asked: Option<NativeTile>,
     ) -> Result<Self, Unsupported> {
+        let gqa_group = problem.dims().gqa_group();
+        let rows = sequences.iter().map(|&s| problem.sequences()[s].q_len * gqa_group).max().unwrap_or(0);
         match asked {
             Some(NativeTile::Sm80(tile)) => {
                 Sm80Kernel::choose(problem, facts, rows, Some(tile)).map(Self::Sm80)
             }
-            Some(NativeTile::Sm90(tile)) => Sm90Kernel::choose(problem, facts, Some(tile)).map(Self::Sm90),
+            Some(NativeTile::Sm90(tile)) => {
+                Sm90Kernel::choose(problem, facts, sequences, Some(tile)).map(Self::Sm90)
+            }
             None if Sm90Kernel::takes(problem, facts, rows) => {
-                Sm90Kernel::choose(problem, facts, None).map(Self::Sm90)
+                Sm90Kernel::choose(problem, facts, sequences, None).map(Self::Sm90)
             }
             None => Sm80Kernel::choose(problem, facts, rows, None).map(Self::Sm80),
         }

@@ -10,7 +10,7 @@ use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes
 use crate::plan::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{Problem, Sequences};
 
 /// Elements of a row of a panel in shared memory: 128 bytes, those that TMA and `wgmma` swizzle.
 const PANEL_COLUMNS: usize = 64;
@@ -80,10 +80,11 @@ impl Sm90Kernel {
         }
     }
 
-    /// The kernel for a problem, with the tile `asked` or the best that the device holds.
+    /// The kernel for the launch of some `sequences`, with the tile `asked` or the best that the device holds.
     pub(in crate::plan) fn choose(
         problem: &Problem,
         facts: &CudaFacts,
+        sequences: &[usize],
         asked: Option<Sm90Tile>,
     ) -> Result<Self, Unsupported> {
         if let Some(why) = Self::refusal(problem, facts) {
@@ -117,7 +118,7 @@ impl Sm90Kernel {
                 vec![tile]
             }
             None if dtype == Dtype::F32 => f32_candidates(head_dim, value_dim),
-            None => candidates(head_dim, value_dim, &workload(problem)),
+            None => candidates(head_dim, value_dim, &workload(problem, sequences, has_bias)),
         };
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
         let kernels = candidates.into_iter().map(with);
@@ -195,17 +196,23 @@ impl Sm90Kernel {
     }
 }
 
-/// What the best tile depends on.
-fn workload(problem: &Problem) -> Workload<impl Iterator<Item = usize> + Clone> {
-    let (sequences, visibility) = (problem.sequences(), problem.desc().visibility);
-    let group = problem.dims().gqa_group();
-    let kv_len = sequences.iter().map(|s| s.kv_len).max().unwrap_or(0);
-    let window = visibility.left().zip(visibility.right());
+/// What the best tile of a launch of some sequences depends on.
+fn workload(problem: &Problem, sequences: &[usize], has_bias: bool) -> Workload {
+    let (desc, dims) = (problem.desc(), problem.dims());
+    let chosen = || sequences.iter().map(|&s| &problem.sequences()[s]);
+    // Steps of the same sequences have the same kernel, however many keys there are by then: a graph has captured it.
+    let kv_len = match desc.sequences {
+        Sequences::Dense | Sequences::Packed { .. } => chosen().map(|s| s.kv_len).max().unwrap_or(0),
+        Sequences::Padded { .. } => dims.kv_len,
+        Sequences::Cached { .. } => usize::MAX,
+    };
+    let window = desc.visibility.left().zip(desc.visibility.right());
+    let window = window.map_or(usize::MAX, |(left, right)| left.saturating_add(right).saturating_add(1));
     Workload {
-        rows: sequences.iter().map(move |s| s.q_len.saturating_mul(group)),
-        keys: window.map_or(kv_len, |(left, right)| left.saturating_add(right).saturating_add(1).min(kv_len)),
-        is_causal: visibility.right() == Some(0),
-        has_bias: has_bias(problem),
+        rows: chosen().map(|s| s.q_len.saturating_mul(dims.gqa_group())).collect(),
+        keys: window.min(kv_len),
+        is_causal: desc.visibility.right() == Some(0),
+        has_bias,
     }
 }
 
