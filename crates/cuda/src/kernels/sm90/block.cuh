@@ -326,9 +326,9 @@ struct Team {
 
     // Of the tiles of keys `blocks` of a work tile those that the team's rows see, from the first to the last: none where no row exists or sees a
     // key. Rows are ordered by position, so later ones do not begin or end before earlier ones. Two teams compute all tiles: passing some was not
-    // faster. `rows` are the tile's.
+    // faster. So do teams without TMA, which have no registers left for it. `rows` are the tile's.
     DEVICE KeyBlocks seen_blocks(const WorkTile& work_tile, KeyBlocks blocks, const Row* rows) const {
-        if (TEAMS < 3 || params.forward.mask_every_tile) return blocks;
+        if (TEAMS < 3 || !TMA || params.forward.mask_every_tile) return blocks;
         const Row* own = rows + part * TEAM_ROWS;
         const u32 count = rows_of_tile(params.forward, work_tile, part * TEAM_ROWS, TEAM_ROWS);
         u32 first = blocks.end, end = blocks.end;

@@ -4,7 +4,7 @@
 // next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
 // enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a
 // bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
-// probabilities. Tiles that none of a team's rows sees are passed, if there are three teams.
+// probabilities. With three teams and TMA, a team passes tiles that none of its rows sees.
 
 // True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
 // wgmma (C7513 in the log of `--ptxas-options=-v`): there one product finishes before the next starts.
