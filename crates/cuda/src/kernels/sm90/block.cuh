@@ -324,9 +324,9 @@ struct Team {
         if (lane == 0) mbarrier_arrive(shared_address(barrier));
     }
 
-    // Of the tiles of keys `blocks` of a work tile those that the team's rows see, from the first to the last: none where no row exists or sees a
-    // key. Rows are ordered by position, so later ones do not begin or end before earlier ones. Two teams compute all tiles: passing some was not
-    // faster. So do teams without TMA, which have no registers left for it. `rows` are the tile's.
+    // Narrows a work tile's key tiles to those that the team's rows see. No tile is left if the team has no rows, or none that sees a key. Rows are
+    // ordered by position, so the first row has the first visible key and the last row the last. Two teams compute all tiles: passing some was not
+    // faster. Teams without TMA do too: they have no registers to spare. `rows` are the tile's.
     DEVICE KeyBlocks seen_blocks(const WorkTile& work_tile, KeyBlocks blocks, const Row* rows) const {
         if (TEAMS < 3 || !TMA || params.forward.mask_every_tile) return blocks;
         const Row* own = rows + part * TEAM_ROWS;

@@ -196,7 +196,7 @@ impl Sm90Kernel {
     }
 }
 
-/// What the best tile of a launch of some sequences depends on.
+/// Describes a launch of `sequences` to the choice of its tile.
 fn workload(problem: &Problem, sequences: &[usize], has_bias: bool) -> Workload {
     let (desc, dims) = (problem.desc(), problem.dims());
     let chosen = || sequences.iter().map(|&s| &problem.sequences()[s]);

@@ -115,7 +115,7 @@ impl Sm90Tile {
     }
 }
 
-/// What the best tile of a problem depends on, apart from its dimensions.
+/// The work of a launch, apart from head dimensions: the choice of a tile depends on it.
 pub(super) struct Workload {
     /// Rows of each sequence: queries times query heads of a key/value head.
     pub(super) rows: Vec<usize>,
