@@ -65,6 +65,7 @@ template <int N>
 inline void cp_async_wait() {}
 inline void cp_async_wait_all() {}
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l1(const void*) {}
 inline void fence_device() {}
 inline u32 atomic_add_acq_rel(u32* at, u32 x) { return atomicAdd(at, x); }
 inline u32 load_acquire(const u32* at) { return *at; }

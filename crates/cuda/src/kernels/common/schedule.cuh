@@ -13,6 +13,9 @@ DEVICE u32 quotient(u32 x, const Divisor& d) { return (u32)(((u64)x * d.multipli
 
 DEVICE u32 num_splits(const WorkTile& work_tile) { return work_tile.splits & ~SPLITS_GROUPED; }
 
+// Entry `entry` of the launch's work tiles.
+DEVICE const WorkTile* work_tile_at(const ForwardParams& p, u32 entry) { return (const WorkTile*)p.work_tiles + entry; }
+
 // Rows of the sequence and key/value head of a work tile.
 DEVICE u32 row_count(const ForwardParams& p, const WorkTile& work_tile) { return work_tile.q_len * p.gqa_group.value; }
 

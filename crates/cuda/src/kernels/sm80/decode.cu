@@ -32,7 +32,7 @@ DEVICE WorkTile load_work_tile(const ForwardParams& p, u32 entry) {
         uint4 x[sizeof(WorkTile) / 16];
         WorkTile work_tile;
     } all;
-    const uint4* from = (const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile));
+    const uint4* from = (const uint4*)work_tile_at(p, entry);
 #pragma unroll
     for (int i = 0; i < sizeof(WorkTile) / 16; i++) all.x[i] = __ldg(from + i);
     return all.work_tile;

@@ -83,7 +83,7 @@ struct Warp {
     // Begins to copy a work tile's description.
     DEVICE void copy_description(u32 entry, u32 index) const {
         if (threadIdx.x < sizeof(WorkTile) / 16) {
-            u64 from = p.work_tiles + (u64)entry * sizeof(WorkTile) + threadIdx.x * 16;
+            u64 from = (u64)work_tile_at(p, entry) + threadIdx.x * 16;
             cp_async16(shared_address(memory.work_tiles) + index * sizeof(WorkTile) + threadIdx.x * 16, (const u8*)from, 16);
         }
     }

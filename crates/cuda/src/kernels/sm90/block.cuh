@@ -248,7 +248,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
         } else {
             kv.copies.wait(empty(), tile_at.parity() ^ 1);
             if (thread < WORK_TILE_LOADERS) {
-                ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile)) + thread);
+                ((uint4*)&work_tile)[thread] = entry == NONE ? make_uint4(NONE, 0, 0, 0) : __ldg((const uint4*)work_tile_at(p, entry) + thread);
                 mbarrier_arrive(full);
             }
             sync_loaders();
@@ -521,6 +521,10 @@ DEVICE void consume(const PrefillParams& params, PrefillMemory& memory);
 extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) forward(const __grid_constant__ PrefillParams params) {
     extern __shared__ __align__(1024) u8 bytes[];
     PrefillMemory& memory = *(PrefillMemory*)bytes;
+    if (threadIdx.x == THREADS) {
+        const u8* first = (const u8*)work_tile_at(params.forward, blockIdx.x);
+        prefetch_l1(first), prefetch_l1(first + sizeof(WorkTile) - 1);
+    }
     if (TMA && threadIdx.x == THREADS) {
         prefetch_map(&params.k), prefetch_map(&params.v);
         if (params.q_box_positions) prefetch_map(&params.q);
