@@ -2,11 +2,11 @@
 // the tile's rows.
 //
 // A counter has the state of a tile's merge: STORED times the number of splits that are stored, WAITING << n where the team of split n waits or
-// merges, and BEGUN times the number of teams that know their rows. While splits are missing a team may stop waiting, and takes its bit
-// back; once all are stored the bits no longer change. The last team to learn its rows leaves 0 behind. Which teams share the rows changes nothing in the result:
-// each row's partials are added in the order of their keys.
+// merges, and MERGED times the number of teams that have merged their rows. While splits are missing a team may stop waiting, and takes its bit
+// back; once all are stored the bits no longer change. The last team to merge leaves 0 behind. Which teams share the rows changes nothing in
+// the result: each row's partials are added in the order of their keys.
 
-constexpr u32 MAX_SHARING = 16, STORED = 1, STORED_MASK = 0xff, WAITING = 1 << 8, BEGUN = 1 << 24;
+constexpr u32 MAX_SHARING = 16, STORED = 1, STORED_MASK = 0xff, WAITING = 1 << 8, MERGED = 1 << 24;
 // Polls for the last split, and the sleep between them. A poll also waits for a load from the second-level cache, and __nanosleep may sleep up to
 // twice as long.
 constexpr u32 MERGE_POLLS = 128, POLL_NANOSECONDS = 100;
@@ -48,22 +48,23 @@ DEVICE MergeShare join_merge(u32* state_at, const MergeStep& step, bool waits) {
         }
         state = load_acquire(state_at);
     }
+    if (!bit) return {0, 1};
     const u32 sharing = state / WAITING % (1 << MAX_SHARING);
-    if (!bit) {
-        *state_at = 0;
-        return {0, 1};
-    }
-    const u32 count = __popc(sharing);
-    if (atomicAdd(state_at, BEGUN) / BEGUN + 1 == count) *state_at = 0;
-    return {(u32)__popc(sharing & (bit / WAITING - 1)), count};
+    return {(u32)__popc(sharing & (bit / WAITING - 1)), (u32)__popc(sharing)};
+}
+
+// Records that a team has merged its rows. The last of `count` teams clears the state for the next launch.
+DEVICE void leave_merge(u32* state_at, u32 count) {
+    if (count == 1 || atomicAdd(state_at, MERGED) / MERGED + 1 == count) *state_at = 0;
 }
 
 // ---- the rows of a merge
 //
-// A merge runs once, so fetching its instructions takes longer than its loads. Loops that are not unrolled keep the code short.
+// A merge runs once: it takes as long as it waits, for its instructions and for memory. Loops that are not unrolled keep the code short, and all that
+// a row needs is loaded at once.
 
-// Partials that a lane loads at a time, and rows of each.
-constexpr int MERGE_BATCH = 4, MERGE_ROWS = 2;
+// Partials that a lane loads at a time, and rows of each. Warps of three teams have fewer registers.
+constexpr int MERGE_BATCH = WARPS > 8 ? 4 : 8, MERGE_ROWS = 2;
 
 // A warp's rows of a merge, at most one for each lane, which has that row's row_max, row_sum, factor and address in the output.
 struct MergeRows {
@@ -80,29 +81,6 @@ struct MergeRows {
         row_max = -INF, row_sum = 0.f, factor = 0.f, address = 0;
     }
 
-    // Finds row_max and row_sum of `splits` partials from `partials` on.
-    DEVICE void find_stats(const float* partials, u32 splits) {
-        const bool exists = threadIdx.x % 32 < count;
-        const float* at = partials + PARTIAL_ROW_MAX + first + threadIdx.x % 32;
-#pragma unroll 1
-        for (u32 n = 0; n < splits; n += MERGE_BATCH, at += MERGE_BATCH * PARTIAL_STEP) {
-            float maxima[MERGE_BATCH], sums[MERGE_BATCH], max = row_max;
-#pragma unroll
-            for (int i = 0; i < MERGE_BATCH; i++) {
-                const bool loads = exists && n + i < splits;
-                maxima[i] = loads ? __ldcg(at + i * PARTIAL_STEP) : -INF;
-                sums[i] = loads ? __ldcg(at + i * PARTIAL_STEP + BLOCK_M) : 0.f;
-            }
-#pragma unroll
-            for (int i = 0; i < MERGE_BATCH; i++) max = fmaxf(max, maxima[i]);
-            const float shift = max == -INF ? 0.f : max;
-            row_sum *= exp2_approx(row_max - shift);
-#pragma unroll
-            for (int i = 0; i < MERGE_BATCH; i++) row_sum = fmaf(sums[i], exp2_approx(maxima[i] - shift), row_sum);
-            row_max = max;
-        }
-    }
-
     // Finds the end of each row, and stores its logsumexp.
     DEVICE void finish() {
         if (threadIdx.x % 32 >= count) return;
@@ -112,48 +90,59 @@ struct MergeRows {
         store_lse(p, work_tile, at, end.lse);
     }
 
-    // Adds BATCH partials of MERGE_ROWS rows, from the warp's row `from` on, each times `by` and scaled from its own row_max to the row's.
-    // `out_at` is a lane's four columns of the first row in the first partial, `row_max_at` the row_max of a lane's own row.
+    // Adds `rest` partials, at most BATCH of them: to `sums`, a lane's four columns of MERGE_ROWS rows from the warp's row `from` on, and to row_max and
+    // row_sum of the lane's own row. `out_at` and `row_max_at` are their places in the first of the partials. Outputs are multiplied by `by`.
     template <int BATCH>
-    DEVICE void add(const float* out_at, const float* row_max_at, u32 from, float by, float4 (&sums)[MERGE_ROWS]) const {
-        const float shift = row_max == -INF ? 0.f : row_max;
-        // All loads are issued before any of them is used. Lanes without a row, and rows past the last, read what nobody uses.
+    DEVICE void add(const float* out_at, const float* row_max_at, u32 rest, u32 from, float by, float4 (&sums)[MERGE_ROWS]) {
+        // All loads are issued before any of them is used.
+        const bool exists = threadIdx.x % 32 < count;
+        float maxima[BATCH], row_sums[BATCH];
         float4 x[BATCH][MERGE_ROWS];
-        float scales[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            scales[i] = __ldcg(row_max_at + i * PARTIAL_STEP);
+            const u32 at = i * PARTIAL_STEP;
+            maxima[i] = exists && i < rest ? __ldcg(row_max_at + at) : -INF;
+            row_sums[i] = exists && i < rest ? __ldcg(row_max_at + at + BLOCK_M) : 0.f;
 #pragma unroll
-            for (int c = 0; c < MERGE_ROWS; c++) x[i][c] = __ldcg((const float4*)(out_at + i * PARTIAL_STEP + (from + c < count ? c * VALUE_DIM : 0)));
+            for (int c = 0; c < MERGE_ROWS; c++)
+                x[i][c] = i < rest && from + c < count ? __ldcg((const float4*)(out_at + at + c * VALUE_DIM)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+        float max = row_max;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) max = fmaxf(max, maxima[i]);
+        const float shift = max == -INF ? 0.f : max, rescale = exp2_approx(row_max - shift);
+        row_max = max, row_sum *= rescale;
+#pragma unroll
+        for (int c = 0; c < MERGE_ROWS; c++) {
+            const float row_rescale = __shfl_sync(ALL_LANES, rescale, from + c);
+            sums[c] = make_float4(sums[c].x * row_rescale, sums[c].y * row_rescale, sums[c].z * row_rescale, sums[c].w * row_rescale);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            scales[i] = exp2_approx(scales[i] - shift) * by;
+            const float scale = exp2_approx(maxima[i] - shift);
+            row_sum = fmaf(row_sums[i], scale, row_sum);
 #pragma unroll
-            for (int c = 0; c < MERGE_ROWS; c++) add_times(sums[c], x[i][c], __shfl_sync(ALL_LANES, scales[i], from + c));
+            for (int c = 0; c < MERGE_ROWS; c++) add_times(sums[c], x[i][c], __shfl_sync(ALL_LANES, scale * by, from + c));
         }
     }
 
-    // The sums of MERGE_ROWS rows over `splits` partials from `partials` on, in their order: four columns a lane.
+    // The sums of MERGE_ROWS rows over `splits` partials from `partials` on, in their order: four columns a lane. Finds row_max and row_sum of all
+    // the warp's rows besides.
     template <int BATCH>
-    DEVICE void sum(const float* partials, u32 splits, u32 from, u32 quad, float by, float4 (&sums)[MERGE_ROWS]) const {
+    DEVICE void sum(const float* partials, u32 splits, u32 from, u32 quad, float by, float4 (&sums)[MERGE_ROWS]) {
         const float* out_at = partials + (first + from) * VALUE_DIM + (quad < QUADS ? quad : 0) * 4;
         const float* row_max_at = partials + PARTIAL_ROW_MAX + first + threadIdx.x % 32;
+        row_max = -INF, row_sum = 0.f;
 #pragma unroll
         for (int c = 0; c < MERGE_ROWS; c++) sums[c] = make_float4(0.f, 0.f, 0.f, 0.f);
-        u32 n = 0;
-        if (BATCH > 1) {
 #pragma unroll 1
-            for (; n + BATCH <= splits; n += BATCH, out_at += BATCH * PARTIAL_STEP, row_max_at += BATCH * PARTIAL_STEP)
-                add<BATCH>(out_at, row_max_at, from, by, sums);
-        }
-#pragma unroll 1
-        for (; n < splits; n++, out_at += PARTIAL_STEP, row_max_at += PARTIAL_STEP) add<1>(out_at, row_max_at, from, by, sums);
+        for (u32 n = 0; n < splits; n += BATCH, out_at += BATCH * PARTIAL_STEP, row_max_at += BATCH * PARTIAL_STEP)
+            add<BATCH>(out_at, row_max_at, splits - n, from, by, sums);
     }
 
     // The means of sums, where one of the warp's exceeds MAX_VALUE or is NaN. Sums may overflow where means do not. Such rows are summed a second
     // time, scaled by SHRINK, from the splits themselves, since a group's sum may have overflowed too.
-    DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) const {
+    DEVICE void careful_means(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, float4 (&means)[MERGE_ROWS]) {
         float4 shrunk[MERGE_ROWS];
         if (CAN_OVERFLOW) sum<1>(partial_at(p, work_tile.first_partial), num_splits(work_tile), from, quad, SHRINK, shrunk);
 #pragma unroll
@@ -165,7 +154,7 @@ struct MergeRows {
     }
 
     // Stores MERGE_ROWS rows of sums, in the partial `to` or for NONE as means in the output.
-    DEVICE void store(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, u32 to) const {
+    DEVICE void store(const float4 (&sums)[MERGE_ROWS], u32 from, u32 quad, u32 to) {
         if (to != NONE) {
 #pragma unroll
             for (int c = 0; c < MERGE_ROWS; c++) {
@@ -196,14 +185,13 @@ struct MergeRows {
 DEVICE void merge_rows(const ForwardParams& p, const WorkTile& work_tile, const MergeTeam& team, const MergeStep& step) {
     MergeRows rows(p, work_tile, team);
     const float* partials = partial_at(p, step.first);
-    rows.find_stats(partials, step.count);
-    if (step.to == NONE) rows.finish();
 #pragma unroll 1
     for (u32 from = 0; from < rows.count; from += MERGE_ROWS) {
 #pragma unroll 1
         for (u32 quad = threadIdx.x % 32; quad < (QUADS + 31) / 32 * 32; quad += 32) {
             float4 sums[MERGE_ROWS];
             rows.sum<MERGE_BATCH>(partials, step.count, from, quad, 1.f, sums);
+            if (step.to == NONE && from == 0 && quad < 32) rows.finish();
             rows.store(sums, from, quad, step.to);
         }
     }
@@ -217,19 +205,24 @@ DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, cons
 #pragma unroll 1
     for (bool of_group = work_tile.splits & SPLITS_GROUPED;; of_group = false) {
         const MergeStep step = merge_step(work_tile, of_group);
+        auto state_at = [&] { return (u32*)p.counters + step.counter * team.teams + team.team; };
         named_barrier_sync<N>(team.barrier);
         if (threadIdx.x % N == 0) {
-            const MergeShare share = join_merge((u32*)p.counters + step.counter * team.teams + team.team, step, waits);
-            // The team's rows: the first, and the one behind the last.
+            const MergeShare share = join_merge(state_at(), step, waits);
+            // The team's rows, the first and the one behind the last, and how many teams share the merge.
             const u32 begin = share.count ? team.rows * share.rank / share.count : 0, end = share.count ? team.rows * (share.rank + 1) / share.count : 0;
-            *team.message = begin | end << 16;
+            *team.message = begin | end << 10 | share.count << 20;
         }
         named_barrier_sync<N>(team.barrier);
-        const u32 begin = *team.message & 0xffff, end = *team.message >> 16;
-        if (begin == end) return;
-        MergeTeam own = team;
-        own.first_row += begin, own.rows = end - begin;
-        merge_rows(p, work_tile, own, step);
-        if (!of_group) return;
+        const u32 begin = *team.message % 1024, end = *team.message / 1024 % 1024;
+        if (begin < end) {
+            MergeTeam own = team;
+            own.first_row += begin, own.rows = end - begin;
+            merge_rows(p, work_tile, own, step);
+        }
+        // At the end, since it waits for memory. A thread's number does not occupy a register during the merge.
+        const u32 sharing = *team.message >> 20;
+        if (opaque(threadIdx.x) % N == 0 && sharing) leave_merge(state_at(), sharing);
+        if (!sharing || !of_group) return;
     }
 }
