@@ -85,20 +85,24 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 fi
     }
 }
 
-// Stores a warp's rows of one split of a tile.
+// Stores a warp's rows of one split of a tile. Lanes exchange columns as in `store_words`.
 DEVICE void store_split(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    const u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first = t % 2 * 8 + t / 2 * 4;
     float* to = partial_at(p, work_tile.partial);
 #pragma unroll
     for (int m = 0; m < MMA_M; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            u32 row = first_row + m * 16 + half * 8 + g;
-            if (work_tile.row + row >= row_count(p, work_tile)) continue;
+            const u32 row = first_row + m * 16 + half * 8 + lane / 4;
+            const bool exists = work_tile.row + row < row_count(p, work_tile);
 #pragma unroll
-            for (int n = 0; n < PV_MMA_N; n++)
-                __stcg((float2*)(to + row * VALUE_DIM + n * 8 + 2 * t), make_float2(acc.out[m][n][2 * half], acc.out[m][n][2 * half + 1]));
-            if (t == 0) {
+            for (int n = 0; n < PV_MMA_N; n += 2) {
+                const float x0 = acc.out[m][n][2 * half], x1 = acc.out[m][n][2 * half + 1];
+                const float y0 = acc.out[m][n + 1][2 * half], y1 = acc.out[m][n + 1][2 * half + 1];
+                const float r0 = __shfl_xor_sync(ALL_LANES, t % 2 ? x0 : y0, 1), r1 = __shfl_xor_sync(ALL_LANES, t % 2 ? x1 : y1, 1);
+                if (exists) __stcg((float4*)(to + row * VALUE_DIM + n * 8 + first), t % 2 ? make_float4(r0, r1, y0, y1) : make_float4(x0, x1, r0, r1));
+            }
+            if (exists && t == 0) {
                 __stcg(to + PARTIAL_ROW_MAX + row, acc.row_max[m][half]);
                 __stcg(to + PARTIAL_ROW_SUM + row, acc.row_sum[m][half]);
             }
