@@ -210,6 +210,7 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
         tiled(Sm90Tile::new(2, 128, 2)).odd(),
         tiled(Sm90Tile::new(3, 112, 2)),
         tiled(Sm90Tile::new(3, 64, 4).with_ping_pong(false)),
+        tiled(Sm90Tile::new(4, 64, 4)),
         tiled(Sm90Tile::wide(1)),
         tiled(Sm90Tile::wide(2)).odd(),
     ];
@@ -255,7 +256,8 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
         (wide, Sm90Tile::wide(2), &[5, 13]),
         (f32, narrow, &[3, 10]),
         (teams.clone(), three, &[3, 17]),
-        (teams, three.with_ping_pong(false), &[1, 7]),
+        (teams.clone(), three.with_ping_pong(false), &[1, 7]),
+        (teams, Sm90Tile::new(4, 16, 2), &[4]),
         (window.clone(), three, &[2, 13]),
         (window, three.with_ping_pong(false), &[1, 5]),
     ] {

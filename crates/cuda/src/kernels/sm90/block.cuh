@@ -21,8 +21,19 @@ static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_T
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
 constexpr bool COPIES_LITTLE = TMA && !PAGED && !Scoring::HAS_BIAS;
-constexpr int COPY_REGISTERS = DTYPE == F32 ? 104 : TEAMS == 3 ? (TMA && !Scoring::HAS_BIAS ? 32 : 56) : COPIES_MORE ? 56 : COPIES_LITTLE ? 24 : 40;
-constexpr int MATH_REGISTERS = DTYPE == F32 ? (TEAMS == 1 ? 240 : 200) : TEAMS == 3 ? (TMA && !Scoring::HAS_BIAS ? 160 : 152) : COPIES_MORE ? 224 : COPIES_LITTLE ? 240 : 232;
+constexpr bool COPIES_BY_TMA = TMA && !Scoring::HAS_BIAS;
+constexpr int COPY_REGISTERS = DTYPE == F32    ? 104
+                               : TEAMS == 4    ? 32
+                               : TEAMS == 3    ? (COPIES_BY_TMA ? 32 : 56)
+                               : COPIES_MORE   ? 56
+                               : COPIES_LITTLE ? 24
+                                               : 40;
+constexpr int MATH_REGISTERS = DTYPE == F32    ? (TEAMS == 1 ? 240 : 200)
+                               : TEAMS == 4    ? 112
+                               : TEAMS == 3    ? (COPIES_BY_TMA ? 160 : 152)
+                               : COPIES_MORE   ? 224
+                               : COPIES_LITTLE ? 240
+                                               : 232;
 static_assert(COPY_REGISTERS + TEAMS * MATH_REGISTERS <= (TEAMS + 1) * LAUNCH_REGISTERS);
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
@@ -58,7 +69,7 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     ListedTile listed[LISTED];
     Barriers barriers;
     // The rows of a merge, which one thread of each team passes to the others.
-    u32 merge_messages[3];
+    u32 merge_messages[4];
     // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;
 };

@@ -35,7 +35,7 @@ const WORK_TILES: usize = 2;
 const MAX_SHARED_BYTES: usize = 227 << 10;
 
 /// Bytes of the flags that the warps of a block share.
-const FLAG_BYTES: usize = 16;
+const FLAG_BYTES: usize = 24;
 
 /// A kernel for compute capability 9.0: one source, specialised by these constants.
 ///
@@ -109,6 +109,11 @@ impl Sm90Kernel {
                 tile.check()?;
                 if dtype == Dtype::F32 && tile.warpgroups > MAX_F32_WARPGROUPS {
                     return Err(Unsupported::Tile { why: "1 or 2 warpgroups multiply f32" });
+                }
+                if tile.warpgroups == 4 && (head_dim.max(value_dim).max(tile.keys) > 64 || has_bias) {
+                    return Err(Unsupported::Tile {
+                        why: "4 warpgroups have registers for 64 keys and columns, without what modifies scores",
+                    });
                 }
                 if tile.shares_rows != is_wide {
                     return Err(Unsupported::Tile {
