@@ -246,20 +246,24 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
     let many = Case::new("splits_many".to_owned(), [1, 1, 1, 129, 4800, 32, 32], Dtype::BF16);
     let wide = Case::new("splits_wide".to_owned(), [1, 2, 1, 70, 1024, 64, 300], Dtype::F16);
     let f32 = Case::new("splits_f32".to_owned(), [1, 2, 2, 100, 700, 64, 200], Dtype::F32);
-    // Splits that some of three teams do not see, and rows for the first team only.
+    // Splits that some of three or four teams do not see, and rows for the first team only. Of 130 rows, the last of four teams has none.
     let teams = Case::new("splits_teams".to_owned(), [1, 2, 2, 200, 700, 64, 64], Dtype::BF16)
         .causal(QOffset::BottomRight);
     let window = teams.clone().seeing(Visibility::window(Some(60), Some(0)));
-    let (narrow, three) = (Sm90Tile::new(2, 16, 2), Sm90Tile::new(3, 16, 2));
+    let three_of_four = Case::new("splits_three".to_owned(), [1, 2, 2, 130, 700, 64, 64], Dtype::F16)
+        .causal(QOffset::BottomRight);
+    let (narrow, three, four) = (Sm90Tile::new(2, 16, 2), Sm90Tile::new(3, 16, 2), Sm90Tile::new(4, 16, 2));
     for (case, tile, all_splits) in [
         (many, narrow, &[7, 16, 17, 300][..]),
         (wide, Sm90Tile::wide(2), &[5, 13]),
         (f32, narrow, &[3, 10]),
         (teams.clone(), three, &[3, 17]),
         (teams.clone(), three.with_ping_pong(false), &[1, 7]),
-        (teams, Sm90Tile::new(4, 16, 2), &[4]),
+        (teams, four, &[4, 17]),
+        (three_of_four, four, &[1, 20]),
         (window.clone(), three, &[2, 13]),
-        (window, three.with_ping_pong(false), &[1, 5]),
+        (window.clone(), three.with_ping_pong(false), &[1, 5]),
+        (window, four, &[2, 13]),
     ] {
         let prepared = Prepared::new(&case).unwrap();
         for &splits in all_splits {

@@ -21,7 +21,7 @@ DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"
 // Fetches the line of an address into the second-level cache.
 DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// Fetches the line of an address that no kernel writes into the multiprocessor's own cache.
+// Fetches the line of an address into the multiprocessor's own cache. No kernel may write there: that cache is not coherent.
 DEVICE void prefetch_l1(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
 
 // ---- barriers

@@ -20,8 +20,7 @@ static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_T
 // row, and to split f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr bool COPIES_LITTLE = TMA && !PAGED && !Scoring::HAS_BIAS;
-constexpr bool COPIES_BY_TMA = TMA && !Scoring::HAS_BIAS;
+constexpr bool COPIES_BY_TMA = TMA && !Scoring::HAS_BIAS, COPIES_LITTLE = COPIES_BY_TMA && !PAGED;
 constexpr int COPY_REGISTERS = DTYPE == F32    ? 104
                                : TEAMS == 4    ? 32
                                : TEAMS == 3    ? (COPIES_BY_TMA ? 32 : 56)
@@ -87,6 +86,7 @@ struct QStage {
 
 // Named barriers: a turn of each team, and the threads of each team.
 constexpr int TURN_BARRIER = 1, TEAM_BARRIER = 4;
+static_assert(!PING_PONG || TURN_BARRIER + TEAMS <= TEAM_BARRIER);
 
 // The tiles of keys of a work tile that are computed: at least one, which may be hidden as a whole.
 struct KeyBlocks {
@@ -535,10 +535,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
     if (threadIdx.x == THREADS) {
         const u8* first = (const u8*)work_tile_at(params.forward, blockIdx.x);
         prefetch_l1(first), prefetch_l1(first + sizeof(WorkTile) - 1);
-    }
-    if (TMA && threadIdx.x == THREADS) {
-        prefetch_map(&params.k), prefetch_map(&params.v);
-        if (params.q_box_positions) prefetch_map(&params.q);
+        if (TMA) prefetch_map(&params.k), prefetch_map(&params.v);
+        if (TMA && params.q_box_positions) prefetch_map(&params.q);
     }
     if (threadIdx.x == 0) {
         auto init = [](u64* barriers, int count, u32 arrivals) {

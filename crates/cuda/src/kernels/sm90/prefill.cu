@@ -1,14 +1,14 @@
 // Prefill for compute capability 9.0 by teams with 64 rows each.
 //
-// A step of a team starts two products, q with the next tile of keys and the probabilities of the tile before with its values, and computes the
-// next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
+// A step of a team (of up to three: OVERLAPS) starts two products, q with the next tile of keys and the probabilities of the tile before with its
+// values, and computes the next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
 // enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a
 // bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
 // probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
 
 // True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
 // wgmma (C7513 in the log of `--ptxas-options=-v`): there one product finishes before the next starts. Four teams have no registers for the scores
-// of one tile beside the probabilities of another; products of one team run while others compute probabilities.
+// of one tile beside the probabilities of another: instead, one team multiplies while others compute probabilities.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else

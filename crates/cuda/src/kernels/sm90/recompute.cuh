@@ -125,7 +125,7 @@ DEVICE void recompute_probs(const ForwardParams& p, const WarpRows& warp, u32 ke
 }
 
 // Columns of the output that are recomputed at a time, in fragments of eight: code for all of them would take most of a compilation, and threads of
-// three warpgroups have few registers.
+// three or four warpgroups have few registers.
 constexpr int RECOMPUTE_MMA_N = PV_MMA_N > 16 || WARPS > 8 ? 2 : 4;
 static_assert(PV_MMA_N % RECOMPUTE_MMA_N == 0);
 

@@ -60,10 +60,10 @@ DEVICE void leave_merge(u32* state_at, u32 count) {
 
 // ---- the rows of a merge
 //
-// A merge runs once: it takes as long as it waits, for its instructions and for memory. Loops that are not unrolled keep the code short, and all that
-// a row needs is loaded at once.
+// A merge runs once: its time is mostly waiting, for instructions and for memory. Loops that are not unrolled keep the code short, and all that a row
+// needs is loaded at once.
 
-// Partials that a lane loads at a time, and rows of each. Warps of three teams have fewer registers.
+// How many partials a lane loads at a time, and how many rows of each. Threads of three or four teams have few registers.
 constexpr int MERGE_BATCH = WARPS > 8 ? 4 : 8, MERGE_ROWS = 2;
 
 // A warp's rows of a merge, at most one for each lane, which has that row's row_max, row_sum, factor and address in the output.
@@ -127,7 +127,7 @@ struct MergeRows {
     }
 
     // The sums of MERGE_ROWS rows over `splits` partials from `partials` on, in their order: four columns a lane. Finds row_max and row_sum of all
-    // the warp's rows besides.
+    // the warp's rows too, again for every MERGE_ROWS rows: a pass of its own would wait for memory once more.
     template <int BATCH>
     DEVICE void sum(const float* partials, u32 splits, u32 from, u32 quad, float by, float4 (&sums)[MERGE_ROWS]) {
         const float* out_at = partials + (first + from) * VALUE_DIM + (quad < QUADS ? quad : 0) * 4;
@@ -220,7 +220,8 @@ DEVICE void merge_splits(const ForwardParams& p, const WorkTile& work_tile, cons
             own.first_row += begin, own.rows = end - begin;
             merge_rows(p, work_tile, own, step);
         }
-        // At the end, since it waits for memory. A thread's number does not occupy a register during the merge.
+        // The team leaves only now, since the atomic addition would delay the merge. `opaque`: the thread's number does not occupy a register during
+        // the merge.
         const u32 sharing = *team.message >> 20;
         if (opaque(threadIdx.x) % N == 0 && sharing) leave_merge(state_at(), sharing);
         if (!sharing || !of_group) return;

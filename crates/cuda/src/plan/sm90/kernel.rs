@@ -112,7 +112,7 @@ impl Sm90Kernel {
                 }
                 if tile.warpgroups == 4 && (head_dim.max(value_dim).max(tile.keys) > 64 || has_bias) {
                     return Err(Unsupported::Tile {
-                        why: "4 warpgroups have registers for 64 keys and columns, without what modifies scores",
+                        why: "4 warpgroups have registers for at most 64 keys and 64 columns, and none for what modifies scores",
                     });
                 }
                 if tile.shares_rows != is_wide {

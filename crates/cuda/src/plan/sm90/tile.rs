@@ -135,12 +135,11 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
         return vec![Sm90Tile::wide(2), Sm90Tile::wide(1)];
     }
     let best = match head_dim.max(value_dim) {
-        0..=64 if !has_bias => match warpgroups(workload) {
-            4 => Sm90Tile::new(4, 64, 4),
+        0..=64 => match warpgroups(workload) {
+            2 => Sm90Tile::new(2, 128, 4),
             3 => three_warpgroups(workload),
-            _ => Sm90Tile::new(2, 128, 4),
+            _ => Sm90Tile::new(4, 64, 4),
         },
-        0..=64 => Sm90Tile::new(2, 128, 4),
         65..=128 => Sm90Tile::new(2, 128, 2),
         129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
         129..=192 => Sm90Tile::new(2, 96, 2),
@@ -179,18 +178,26 @@ pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile>
         .to_vec()
 }
 
-/// The number of warpgroups that computes a workload fastest. It has to compute rows for which tiles have room, whether they exist or not. For a
-/// row, two warpgroups take a fifth longer than three, which take no turns. Four take an eighth longer, and less where rows see few keys: their
-/// work tiles have the shortest beginnings and ends.
+/// The number of warpgroups that computes a workload fastest, by an estimate: the time is proportional to the rows for which tiles have room.
+/// Warpgroups without rows compute nothing, but others seldom fill their time. For a row, two warpgroups take a fifth longer than three, which take
+/// no turns. Four take an eighth longer than three, or 7.5 % where rows see at most 1024 keys: the fewer steps a work tile has, the more its beginning
+/// and end count, and tiles of four have the most rows.
 fn warpgroups(workload: &Workload) -> usize {
     let time = |warpgroups: usize, of_row: usize| -> usize {
         let tiles = workload.rows.iter().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS));
         tiles.fold(0, usize::saturating_add).saturating_mul(warpgroups * of_row)
     };
-    let of_four = if workload.keys <= 1024 { 43 } else { 45 };
-    // Of equal ones the first.
-    let times = [(3, time(3, 40)), (2, time(2, 48)), (4, time(4, of_four))];
-    times.into_iter().min_by_key(|(_, time)| *time).map_or(3, |(warpgroups, _)| warpgroups)
+    let (two, three) = (time(2, 48), time(3, 40));
+    let four = time(4, if workload.keys <= 1024 { 43 } else { 45 });
+    if workload.has_bias {
+        2
+    } else if three <= two.min(four) {
+        3
+    } else if two <= four {
+        2
+    } else {
+        4
+    }
 }
 
 #[cfg(test)]
