@@ -37,16 +37,22 @@ DEVICE bool has_vector_columns(const ForwardParams& p, const WorkTile& work_tile
     return VECTOR_ROWS && (columns >= VALUE_DIM || columns % 4 == 0);
 }
 
-// Stores `columns` 16-bit elements of a row, four at a time. Lanes of even t store four columns of the first of two fragments, the others four of
-// the second. `words` makes the words of one fragment, before lanes exchange them.
+// Lanes that have two columns of each of two fragments exchange them and have four of one: lanes of even t of the first fragment, the others of the
+// second. `quad_column` is the first of the four; `exchange` takes what a lane has of both fragments, and returns what its neighbour gives up.
+DEVICE u32 quad_column(u32 t) { return t % 2 * 8 + t / 2 * 4; }
+
+template <typename T>
+DEVICE T exchange(u32 t, T x, T y) { return __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1); }
+
+// Stores `columns` 16-bit elements of a row, four at a time. `words` makes the words of one fragment, before lanes exchange them.
 template <typename Words>
 DEVICE void store_words(RowOut row, u32 columns, Words words) {
-    const u32 t = opaque(threadIdx.x % 4), first = t % 2 * 8 + t / 2 * 4, end = row.at ? columns : 0;
+    const u32 t = opaque(threadIdx.x % 4), first = quad_column(t), end = row.at ? columns : 0;
     const u64 to = row.at + first * ELEMENT_BYTES;
 #pragma unroll
     for (int n = 0; n < PV_MMA_N; n += 2) {
         u32 x = words(n), y = words(n + 1);
-        u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
+        u32 received = exchange(t, x, y);
         if (first + n * 8 < end) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
     }
 }
@@ -85,9 +91,9 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 fi
     }
 }
 
-// Stores a warp's rows of one split of a tile. Lanes exchange columns as in `store_words`.
+// Stores a warp's rows of one split of a tile.
 DEVICE void store_split(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    const u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first = t % 2 * 8 + t / 2 * 4;
+    const u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first = quad_column(t);
     float* to = partial_at(p, work_tile.partial);
 #pragma unroll
     for (int m = 0; m < MMA_M; m++) {
@@ -99,7 +105,7 @@ DEVICE void store_split(const ForwardParams& p, const WorkTile& work_tile, u32 f
             for (int n = 0; n < PV_MMA_N; n += 2) {
                 const float x0 = acc.out[m][n][2 * half], x1 = acc.out[m][n][2 * half + 1];
                 const float y0 = acc.out[m][n + 1][2 * half], y1 = acc.out[m][n + 1][2 * half + 1];
-                const float r0 = __shfl_xor_sync(ALL_LANES, t % 2 ? x0 : y0, 1), r1 = __shfl_xor_sync(ALL_LANES, t % 2 ? x1 : y1, 1);
+                const float r0 = exchange(t, x0, y0), r1 = exchange(t, x1, y1);
                 if (exists) __stcg((float4*)(to + row * VALUE_DIM + n * 8 + first), t % 2 ? make_float4(r0, r1, y0, y1) : make_float4(x0, x1, r0, r1));
             }
             if (exists && t == 0) {

@@ -67,7 +67,7 @@ struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     u8 v[STAGES][TERMS * VTile::BYTES];
     ListedTile listed[LISTED];
     Barriers barriers;
-    // The rows of a merge, which one thread of each team passes to the others.
+    // A team's rows of a merge, and the number of teams that share it: one thread of each team tells the others.
     u32 merge_messages[4];
     // The entry of the next work tile, for all threads that copy keys.
     u32 next_entry;

@@ -1,9 +1,9 @@
 // Prefill for compute capability 9.0 by teams with 64 rows each.
 //
-// A step of a team (of up to three: OVERLAPS) starts two products, q with the next tile of keys and the probabilities of the tile before with its
-// values, and computes the next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large
-// enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a
-// bias find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
+// Where products overlap (OVERLAPS), a step of a team starts two, q with the next tile of keys and the probabilities of the tile before with its values,
+// and computes the next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it
+// was large enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles, tiles with a
+// bias, and all tiles where products do not overlap find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
 // probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
 
 // True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
