@@ -286,6 +286,23 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     if (!TMA) kv.copies.template hand_over<0>();
 }
 
+// The tiles of keys that every row of a work tile, or of a team, sees in full. Used if there is no materialised mask.
+struct FullBlocks {
+    u32 begin, end;
+
+    DEVICE FullBlocks(const ForwardParams& p, const WorkTile& work_tile) {
+        begin = (work_tile.full_begin + BLOCK_N - 1) / BLOCK_N, end = work_tile.full_end / BLOCK_N;
+        const u32 blocks = end_block(work_tile);
+        if (end > blocks) end = blocks;
+        if (p.mask_every_tile) end = 0;
+    }
+
+    // Returns true if a tile is to be masked. A materialised mask has its own answer.
+    DEVICE bool is_masked_tile(const ForwardParams& p, const WorkTile& work_tile, u32 block) const {
+        return Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < begin || block >= end;
+    }
+};
+
 // ---- the teams
 
 struct Team {
@@ -348,6 +365,17 @@ struct Team {
         if (blocks.first < first) blocks.first = first < blocks.end ? first : blocks.end;
         if (blocks.end > end) blocks.end = end;
         return blocks;
+    }
+
+    // The tiles of keys that every row of the team sees in full: those of the work tile and, where `seen_blocks` finds out, those that only other
+    // teams' rows see in part. A bias may hide keys between a row's first and last. `rows` are the work tile's.
+    DEVICE FullBlocks full_blocks(const WorkTile& work_tile, const Row* rows) const {
+        FullBlocks full(params.forward, work_tile);
+        if (TEAMS < 3 || !TMA || Scoring::HAS_BIAS || params.forward.mask_every_tile) return full;
+        const Row* own = rows + part * TEAM_ROWS;
+        const u32 count = rows_of_tile(params.forward, work_tile, part * TEAM_ROWS, TEAM_ROWS);
+        if (count) full.begin = uniform((own[count - 1].begin + BLOCK_N - 1) / BLOCK_N), full.end = uniform(own[0].end / BLOCK_N);
+        return full;
     }
 
     // The team has computed its last scores of a work tile.
@@ -461,23 +489,6 @@ DEVICE void store(const Team& team, const RingStage<LISTED>& tile_at, const Onli
                        first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
     merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, team.is_last(tile_at));
 }
-
-// The tiles of keys that every row of the work tile sees in full. Used if there is no materialised mask.
-struct FullBlocks {
-    u32 begin, end;
-
-    DEVICE FullBlocks(const ForwardParams& p, const WorkTile& work_tile) {
-        begin = (work_tile.full_begin + BLOCK_N - 1) / BLOCK_N, end = work_tile.full_end / BLOCK_N;
-        const u32 blocks = end_block(work_tile);
-        if (end > blocks) end = blocks;
-        if (p.mask_every_tile) end = 0;
-    }
-
-    // Returns true if a tile is to be masked. A materialised mask has its own answer.
-    DEVICE bool is_masked_tile(const ForwardParams& p, const WorkTile& work_tile, u32 block) const {
-        return Scoring::HAS_MASK ? is_masked(p, work_tile, block) : block < begin || block >= end;
-    }
-};
 
 // Returns false if no tile of the work tile is masked.
 DEVICE bool may_mask(const ForwardParams& p, const WorkTile& work_tile) {

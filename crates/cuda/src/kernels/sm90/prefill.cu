@@ -1,14 +1,17 @@
 // Prefill for compute capability 9.0 by teams with 64 rows each.
 //
-// Where products overlap (OVERLAPS), a step of a team starts two, q with the next tile of keys and the probabilities of the tile before with its values,
-// and computes the next probabilities while the second runs. A tile that every row sees uses row_max from earlier tiles and checks by its sums that it
-// was large enough. If not, which is rare, the team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles, tiles with a
-// bias, and all tiles where products do not overlap find their maxima first. With PING_PONG the teams start their products in turn, so that one team multiplies while another computes
-// probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
+// A team multiplies in one of two ways. Where products overlap (OverlappedStream), a step starts two, q with the next tile of keys and the
+// probabilities of the tile before with its values, and computes the next probabilities while the second runs. Where they do not (SerialStream), a
+// step computes the scores of a tile, then their probabilities, then the product with its values; other teams multiply meanwhile.
+//
+// A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large enough. If not, which is rare, the team
+// recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a bias find their maxima first.
+//
+// With PING_PONG the teams start their products in turn, so that one team multiplies while another computes probabilities. With three or four teams
+// and TMA, a team passes tiles that none of its rows sees.
 
-// True if q k^T and p v of a step run concurrently. NVRTC 12.0 to 12.8 insert register moves between the two products, and then serialize every
-// wgmma (C7513 in the log of `--ptxas-options=-v`): there one product finishes before the next starts. Four teams have no registers for the scores
-// of one tile beside the probabilities of another: instead, one team multiplies while others compute probabilities.
+// NVRTC 12.0 to 12.8 insert register moves between two products that overlap, and then serialize every wgmma (C7513 in the log of
+// `--ptxas-options=-v`). Four teams have no registers for the scores of one tile beside the probabilities of another.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else
@@ -46,8 +49,20 @@ DEVICE void end_softmax(OnlineSoftmax& acc, const Scores& scores, Probs& probs, 
     probs.set(scores);
 }
 
-// A team's state: its place in the rings, and what it has in registers.
-struct Stream {
+// Passes a tile that none of the team's rows sees: waits and arrives as if it computed it, since the copying warps and other teams' turns count
+// every team.
+DEVICE void pass_tile(const Team& team, const RingStage<STAGES>& k_at, const RingStage<STAGES>& v_at) {
+    Barriers& barriers = team.memory.barriers;
+    k_at.wait_full(shared_address(barriers.k_full));
+    team.begin_turn();
+    team.end_turn();
+    team.arrive(barriers.k_empty + k_at.stage());
+    v_at.wait_full(shared_address(barriers.v_full));
+    team.arrive(barriers.v_empty + v_at.stage());
+}
+
+// A team whose products overlap: its place in the rings, and what it has in registers.
+struct OverlappedStream {
     RingStage<STAGES> k_at, v_at;
     OnlineSoftmax acc;
     Scores scores;
@@ -152,15 +167,8 @@ struct Stream {
         }
     }
 
-    // Passes a tile that none of the team's rows sees: waits and arrives as if it computed it, since the copying warps and other teams' turns count
-    // every team.
     DEVICE void pass(const Team& team) {
-        wait_k(team);
-        team.begin_turn();
-        team.end_turn();
-        team.arrive(team.memory.barriers.k_empty + k_at.stage());
-        wait_v(team);
-        team.arrive(team.memory.barriers.v_empty + v_at.stage());
+        pass_tile(team, k_at, v_at);
         k_at.advance();
         v_at.advance();
     }
@@ -178,10 +186,9 @@ struct Stream {
             const bool masked = full.is_masked_tile(p, work_tile, block);
             const TileRows tile = {rows, block * BLOCK_N};
             // Biases branch, and the compiler waits for products where it branches.
-            if (Scoring::HAS_BIAS || first || !OVERLAPS) {
-                multiply(team, true, OVERLAPS && !first);
+            if (Scoring::HAS_BIAS || first) {
+                multiply(team, true, !first);
                 softmax(p, tile, masked, RESCALE_THRESHOLD);
-                if (!OVERLAPS) multiply(team, false, true);
                 block = next_block(p, work_tile, block + 1, blocks.end);
             } else {
                 const u32 end = !masked ? full.end : block < full.begin && full.begin < full.end ? full.begin : seen.end;
@@ -191,11 +198,86 @@ struct Stream {
             }
         }
         team.release_q();
-        if (OVERLAPS && first_block < seen.end) multiply(team, false, true);
+        if (first_block < seen.end) multiply(team, false, true);
         for (; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) pass(team);
     }
 };
 
+// A team that finishes each product before it starts the next. Keys and values of a tile have the same stage.
+struct SerialStream {
+    RingStage<STAGES> at;
+    // at.stage(), the same in all lanes. It is found while the product before runs, since lanes take a while to agree on it.
+    u32 stage = 0;
+    OnlineSoftmax acc;
+    Scores scores;
+
+    DEVICE void advance() {
+        at.advance();
+        stage = uniform(at.stage());
+    }
+
+    // Computes a tile. One that does not look for its maxima starts again, and looks for them, if row_max turns out not to fit. Both use the same
+    // code: copies of it for tiles with and without maxima were slower.
+    DEVICE void step(const Team& team, const TileRows& tile, bool masked, bool looks) {
+        const ForwardParams& p = team.params.forward;
+        Barriers& barriers = team.memory.barriers;
+        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        float sums[1][2];
+        at.wait_full(shared_address(barriers.k_full));
+        team.begin_turn();
+#pragma unroll 1
+        for (bool again = false;; again = looks = true) {
+            team.start_qk(scores, stage);
+            if (!again) team.end_turn();
+            team.wait_scores<0>(scores);
+            if (looks) {
+                Rescale rescale;
+                mask_scores(p, scores, tile.rows, tile.key0, masked);
+                // A row that did not fit takes the maximum of its scores so far.
+                update_row_max(acc, scores, scale, again ? 0.f : RESCALE_THRESHOLD, rescale);
+                rescale_o(acc, rescale);
+            }
+            sums[0][0] = sums[0][1] = 0.f;
+            exponentiate(acc, scores, scale, sums);
+            if (looks) break;
+            // The whole team votes: it computes scores together.
+            if (!named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_unfit(acc, sums))) {
+                acc.begin_at_zero();
+                break;
+            }
+        }
+        team.arrive(barriers.k_empty + stage);
+        acc.add_to_row_sum(sums);
+        Probs probs;
+        probs.set(scores);
+        at.wait_full(shared_address(barriers.v_full));
+        start_pv(team.memory, acc, probs, stage);
+        const u32 v_stage = stage;
+        advance();
+        team.wait_pv(acc, v_stage);
+    }
+
+    DEVICE void pass(const Team& team) {
+        pass_tile(team, at, at);
+        advance();
+    }
+
+    DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
+        const ForwardParams& p = team.params.forward;
+        const KeyBlocks seen = team.seen_blocks(work_tile, blocks, rows - team.first_row);
+        const FullBlocks full = team.full_blocks(work_tile, rows - team.first_row);
+        auto next = [&](u32 block) { return next_block(p, work_tile, block + 1, blocks.end); };
+        u32 block = blocks.first;
+        for (; block < seen.first; block = next(block)) pass(team);
+        for (const u32 first = block; block < seen.end; block = next(block)) {
+            const bool masked = full.is_masked_tile(p, work_tile, block);
+            step(team, {rows, block * BLOCK_N}, masked, Scoring::HAS_BIAS || masked || block == first);
+        }
+        team.release_q();
+        for (; block < blocks.end; block = next(block)) pass(team);
+    }
+};
+
 DEVICE void consume(const PrefillParams& params, PrefillMemory& memory) {
-    compute_work_tiles<Stream>(params, memory);
+    compute_work_tiles<Select<OVERLAPS, OverlappedStream, SerialStream>::Type>(params, memory);
 }

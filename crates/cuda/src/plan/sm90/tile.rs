@@ -151,15 +151,10 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
 }
 
 /// The tile of three warpgroups, which take no turns. A wide tile takes fewer instructions for a key. A narrow one has fewer keys that a row does
-/// not see: about half a tile where a window begins, where causal rows end, and behind the last key. Without GQA, causal work tiles of 192 rows end
-/// where tiles of 64 and 96 keys do.
+/// not see: about half a tile where causal rows end, and behind the last key. Without GQA, causal work tiles of 192 rows end where tiles of 96 keys do.
 fn three_warpgroups(workload: &Workload) -> Sm90Tile {
-    let (keys, stages) = match workload.keys {
-        0..=256 => (64, 4),
-        257..=1535 => (96, 4),
-        1536..=8191 if workload.is_causal => (96, 4),
-        _ => (112, 3),
-    };
+    let narrow = workload.keys < if workload.is_causal { 8192 } else { 1536 };
+    let (keys, stages) = if narrow { (96, 4) } else { (112, 3) };
     Sm90Tile::new(3, keys, stages).with_ping_pong(false)
 }
 
@@ -179,16 +174,16 @@ pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile>
 }
 
 /// The number of warpgroups that computes a workload fastest, by an estimate: the time is proportional to the rows for which tiles have room.
-/// Warpgroups without rows compute nothing, but others seldom fill their time. For a row, two warpgroups take a fifth longer than three, which take
-/// no turns. Four take an eighth longer than three, or 7.5 % where rows see at most 1024 keys: the fewer steps a work tile has, the more its beginning
-/// and end count, and tiles of four have the most rows.
+/// Warpgroups without rows compute nothing, but others seldom fill their time. For a row, two warpgroups take a fifth longer than three. Four take
+/// about as long as three where rows see up to 4096 keys, and less if they are causal, since fewer of their tiles are masked; with more keys three
+/// take a twentieth less, since their products overlap with probabilities.
 fn warpgroups(workload: &Workload) -> usize {
     let time = |warpgroups: usize, of_row: usize| -> usize {
         let tiles = workload.rows.iter().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS));
         tiles.fold(0, usize::saturating_add).saturating_mul(warpgroups * of_row)
     };
     let (two, three) = (time(2, 48), time(3, 40));
-    let four = time(4, if workload.keys <= 1024 { 43 } else { 45 });
+    let four = time(4, if workload.keys <= 4096 { 39 } else { 42 });
     if workload.has_bias {
         2
     } else if three <= two.min(four) {
@@ -220,14 +215,16 @@ mod tests {
             (128, 128, 2),
             (192, 192, 3),
             (256, 256, 4),
-            (512, 512, 4),
-            (640, 640, 3),
-            (768, 768, 3),
+            (384, 384, 3),
+            (640, 640, 4),
             (1024, 1024, 4),
-            (1024, 1 << 16, 3),
+            (1024, 1 << 16, 4),
             (1152, 1152, 3),
-            (2048, 2048, 3),
-            (1 << 14, 256, 3),
+            (2048, 2048, 4),
+            (4096, 4096, 4),
+            (8192, 8192, 3),
+            (1 << 14, 256, 4),
+            (1 << 14, 1 << 14, 3),
         ] {
             let best = candidates(64, 64, &workload(rows, keys, false, false))[0];
             assert_eq!(best.warpgroups, warpgroups, "{rows} {keys}");
@@ -237,8 +234,6 @@ mod tests {
     #[test]
     fn tiles_have_fewer_keys_where_rows_see_fewer() {
         for (head_dim, keys, is_causal, tile_keys) in [
-            (64, 256, true, 64),
-            (64, 257, true, 96),
             (64, 1535, false, 96),
             (64, 1536, false, 112),
             (64, 8191, true, 96),
@@ -246,7 +241,7 @@ mod tests {
             (256, 2048, false, 64),
             (256, 2049, true, 80),
         ] {
-            let best = candidates(head_dim, head_dim, &workload(3072, keys, is_causal, false))[0];
+            let best = candidates(head_dim, head_dim, &workload(384, keys, is_causal, false))[0];
             assert_eq!(best.keys, tile_keys, "{head_dim} {keys} {is_causal}");
         }
     }
