@@ -209,7 +209,7 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
         tiled(Sm90Tile::new(2, 64, 2)),
         tiled(Sm90Tile::new(2, 128, 2)).odd(),
         tiled(Sm90Tile::new(3, 112, 2)),
-        tiled(Sm90Tile::new(3, 96, 4).with_ping_pong(false)),
+        tiled(Sm90Tile::new(3, 96, 2).with_ping_pong(false)),
         tiled(Sm90Tile::new(4, 64, 4)),
         tiled(Sm90Tile::wide(1)),
         tiled(Sm90Tile::wide(2)).odd(),

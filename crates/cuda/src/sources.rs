@@ -372,6 +372,9 @@ mod tests {
             (Dtype::F16, 9000, 64, 64, None),
             (Dtype::F16, 600, 96, 96, None),
             (Dtype::BF16, 600, 128, 128, None),
+            // Three warpgroups with tiles of 64 and of 96 keys.
+            (Dtype::F16, 384, 128, 128, Some(127)),
+            (Dtype::BF16, 960, 128, 128, Some(1023)),
             (Dtype::F16, 600, 192, 128, None),
             (Dtype::BF16, 600, 192, 192, None),
             // Tiles of 64 keys and of 80.
@@ -386,7 +389,8 @@ mod tests {
             (Dtype::F32, 600, 192, 128, None),
             (Dtype::F32, 600, 256, 256, None),
         ] {
-            let shape = HeadShape { q_heads: 8, kv_heads: 8, head_dim: dim, value_dim };
+            // Heads enough for every multiprocessor.
+            let shape = HeadShape { q_heads: 256, kv_heads: 256, head_dim: dim, value_dim };
             let paged = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len, kv_len: 2 * q_len }]);
             let dense = ProblemDesc::new(Dims { kv_len: q_len, ..paged.dims }, dtype);
             let (mut with_softcap, mut masked) = (dense.clone(), dense.clone());
@@ -433,8 +437,9 @@ mod tests {
     fn wgmma_kernels_include_every_tile() {
         let sources = sm90_sources(|_| true);
         let of_d64 = ["128x128", "256x64", "192x96", "192x112"].map(|tile| format!("d64-wgmma{tile}"));
+        let of_d128 = ["128x128", "192x64", "192x96"].map(|tile| format!("d128-wgmma{tile}"));
         let of_d256 = ["128x64", "128x80"].map(|tile| format!("d256-wgmma{tile}"));
-        for tile in of_d64.into_iter().chain(of_d256) {
+        for tile in of_d64.into_iter().chain(of_d128).chain(of_d256) {
             for name in [tile.clone(), format!("{tile}-paged")] {
                 assert!(sources.iter().any(|source| source.name.ends_with(&name)), "{name}");
             }

@@ -249,7 +249,10 @@ mod tests {
         };
         assert_eq!(of(Visibility::full(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x112");
         assert_eq!(of(Visibility::causal(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x96");
-        assert_eq!(of(Visibility::window(Some(127), Some(0)), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x96");
+        assert_eq!(
+            of(Visibility::window(Some(127), Some(0)), 4096, 64),
+            "cuda-prefill-bf16-d64-wgmma128x128"
+        );
         assert_eq!(of(Visibility::full(), 2048, 256), "cuda-prefill-bf16-d256-wgmma128x64");
         assert_eq!(of(Visibility::full(), 4096, 256), "cuda-prefill-bf16-d256-wgmma128x80");
     }
@@ -292,7 +295,7 @@ mod tests {
         assert_eq!(bf16(4, 128, 128), "cuda-decode-bf16-d128-mma16x64");
         assert_eq!(bf16(16, 128, 128), "cuda-prefill-bf16-d128-mma64x64");
         assert_eq!(bf16(17, 128, 128), "cuda-prefill-bf16-d128-wgmma128x128");
-        assert_eq!(bf16(1000, 40, 33), "cuda-prefill-bf16-d64-wgmma256x64");
+        assert_eq!(bf16(1000, 40, 33), "cuda-prefill-bf16-d64-wgmma192x112");
         assert_eq!(bf16(1000, 192, 128), "cuda-prefill-bf16-d192x128-wgmma128x128");
         assert_eq!(bf16(1000, 192, 192), "cuda-prefill-bf16-d192-wgmma128x96");
         assert_eq!(bf16(1000, 256, 256), "cuda-prefill-bf16-d256-wgmma128x80");

@@ -11,11 +11,12 @@
 // and TMA, a team passes tiles that none of its rows sees.
 
 // NVRTC 12.0 to 12.8 insert register moves between two products that overlap, and then serialize every wgmma (C7513 in the log of
-// `--ptxas-options=-v`). Four teams have no registers for the scores of one tile beside the probabilities of another.
+// `--ptxas-options=-v`). Four teams, and three of more than 64 columns, have no registers for the scores of one tile beside the probabilities of
+// another.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else
-constexpr bool OVERLAPS = TEAMS < 4;
+constexpr bool OVERLAPS = TEAMS < 3 || (TEAMS == 3 && HEAD_DIM <= 64 && VALUE_DIM <= 64);
 #endif
 
 // Starts out += probs v.

@@ -123,7 +123,7 @@ impl Sm90Kernel {
                 vec![tile]
             }
             None if dtype == Dtype::F32 => f32_candidates(head_dim, value_dim),
-            None => candidates(head_dim, value_dim, &workload(problem, sequences, has_bias)),
+            None => candidates(head_dim, value_dim, &workload(problem, facts, sequences, has_bias)),
         };
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
         let kernels = candidates.into_iter().map(with);
@@ -202,7 +202,7 @@ impl Sm90Kernel {
 }
 
 /// Describes a launch of `sequences` to the choice of its tile.
-fn workload(problem: &Problem, sequences: &[usize], has_bias: bool) -> Workload {
+fn workload(problem: &Problem, facts: &CudaFacts, sequences: &[usize], has_bias: bool) -> Workload {
     let (desc, dims) = (problem.desc(), problem.dims());
     let chosen = || sequences.iter().map(|&s| &problem.sequences()[s]);
     // Steps of the same sequences have the same kernel, however many keys there are by then: a graph has captured it.
@@ -215,6 +215,8 @@ fn workload(problem: &Problem, sequences: &[usize], has_bias: bool) -> Workload 
     let window = window.map_or(usize::MAX, |(left, right)| left.saturating_add(right).saturating_add(1));
     Workload {
         rows: chosen().map(|s| s.q_len.saturating_mul(dims.gqa_group())).collect(),
+        kv_heads: dims.kv_heads,
+        multiprocessors: facts.multiprocessors,
         keys: window.min(kv_len),
         is_causal: desc.visibility.right() == Some(0),
         has_bias,

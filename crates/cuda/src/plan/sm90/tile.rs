@@ -119,12 +119,30 @@ impl Sm90Tile {
 pub(super) struct Workload {
     /// Rows of each sequence: queries times query heads of a key/value head.
     pub(super) rows: Vec<usize>,
+    /// Key/value heads, each with such rows.
+    pub(super) kv_heads: usize,
+    /// Multiprocessors of the device.
+    pub(super) multiprocessors: usize,
     /// The most keys that a row sees.
     pub(super) keys: usize,
     /// True if rows do not see keys behind their position.
     pub(super) is_causal: bool,
     /// True if scores are modified before the softmax.
     pub(super) has_bias: bool,
+}
+
+impl Workload {
+    /// An estimate of the time with tiles of `warpgroups`, each of which takes `of_row` for a row: that of all tiles on all multiprocessors, but not
+    /// less than that of the longest tile. Warpgroups without rows compute nothing, but others seldom fill their time. Causal tiles take half the
+    /// time of the longest on average. With many keys no tile is too long, since it can be split.
+    fn time(&self, warpgroups: usize, of_row: usize) -> usize {
+        let of_tile = warpgroups * of_row;
+        let tiles = self.rows.iter().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS));
+        let tiles = tiles.fold(0, usize::saturating_add).saturating_mul(self.kv_heads);
+        let all = tiles.saturating_mul(of_tile).saturating_mul(if self.is_causal { 1 } else { 2 });
+        let longest = if self.keys <= 2048 { 2 * of_tile * self.multiprocessors } else { 0 };
+        all.max(longest)
+    }
 }
 
 /// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups then, or
@@ -140,7 +158,7 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
             3 => three_warpgroups(workload),
             _ => Sm90Tile::new(4, 64, 4),
         },
-        65..=128 => Sm90Tile::new(2, 128, 2),
+        65..=128 => wide_warpgroups(workload),
         129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
         129..=192 => Sm90Tile::new(2, 96, 2),
         _ if has_bias => Sm90Tile::new(2, 48, 2),
@@ -158,6 +176,18 @@ fn three_warpgroups(workload: &Workload) -> Sm90Tile {
     Sm90Tile::new(3, keys, stages).with_ping_pong(false)
 }
 
+/// The tile for head dimensions from 65 to 128. Three warpgroups whose products do not overlap mask fewer tiles: each only those that its own 64 rows
+/// see in part. That pays where masked tiles are many, with causal rows that see few keys, unless tiles of 192 rows fit the rows badly.
+fn wide_warpgroups(workload: &Workload) -> Sm90Tile {
+    let (keys, stages, of_row) = if workload.keys <= 512 { (64, 3, 40) } else { (96, 2, 43) };
+    let masks_much = workload.is_causal && workload.keys <= 2048 && !workload.has_bias;
+    if masks_much && workload.time(3, of_row) < workload.time(2, 48) {
+        Sm90Tile::new(3, keys, stages).with_ping_pong(false)
+    } else {
+        Sm90Tile::new(2, 128, 2)
+    }
+}
+
 /// Tiles of f32, best first. Shared memory holds three terms of 16 bits of each element: above a head dimension of 128 there is room for rows of
 /// one warpgroup.
 pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile> {
@@ -173,17 +203,13 @@ pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile>
         .to_vec()
 }
 
-/// The number of warpgroups that computes a workload fastest, by an estimate: the time is proportional to the rows for which tiles have room.
-/// Warpgroups without rows compute nothing, but others seldom fill their time. For a row, two warpgroups take a fifth longer than three. Four take
-/// about as long as three where rows see up to 4096 keys, and less if they are causal, since fewer of their tiles are masked; with more keys three
-/// take a twentieth less, since their products overlap with probabilities.
+/// The number of warpgroups that computes a workload fastest, for head dimensions up to 64. For a row, two take a fifth longer than three. Four take
+/// about as long as three where rows see up to 2048 keys, or up to 4096 if they are causal, since fewer of their tiles are masked; with more keys
+/// three take a twentieth less, since their products overlap with probabilities.
 fn warpgroups(workload: &Workload) -> usize {
-    let time = |warpgroups: usize, of_row: usize| -> usize {
-        let tiles = workload.rows.iter().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS));
-        tiles.fold(0, usize::saturating_add).saturating_mul(warpgroups * of_row)
-    };
-    let (two, three) = (time(2, 48), time(3, 40));
-    let four = time(4, if workload.keys <= 4096 { 39 } else { 42 });
+    let few_keys = workload.keys <= if workload.is_causal { 4096 } else { 2048 };
+    let (two, three) = (workload.time(2, 48), workload.time(3, 40));
+    let four = workload.time(4, if few_keys { 39 } else { 42 });
     if workload.has_bias {
         2
     } else if three <= two.min(four) {
@@ -200,7 +226,7 @@ mod tests {
     use super::*;
 
     fn workload(rows: usize, keys: usize, is_causal: bool, has_bias: bool) -> Workload {
-        Workload { rows: vec![rows; 3], keys, is_causal, has_bias }
+        Workload { rows: vec![rows; 64], kv_heads: 8, multiprocessors: 132, keys, is_causal, has_bias }
     }
 
     /// Candidates for long sequences.
@@ -221,7 +247,7 @@ mod tests {
             (1024, 1 << 16, 4),
             (1152, 1152, 3),
             (2048, 2048, 4),
-            (4096, 4096, 4),
+            (4096, 4096, 3),
             (8192, 8192, 3),
             (1 << 14, 256, 4),
             (1 << 14, 1 << 14, 3),
@@ -232,12 +258,41 @@ mod tests {
     }
 
     #[test]
+    fn few_rows_are_divided_among_all_multiprocessors() {
+        for (head_dim, rows, warpgroups) in
+            [(64, 2048, 2), (64, 4096, 2), (64, 8192, 4), (128, 2048, 2), (128, 4096, 2), (128, 8192, 3)]
+        {
+            let one = Workload { rows: vec![rows], ..workload(rows, rows / 4, true, false) };
+            assert_eq!(candidates(head_dim, head_dim, &one)[0].warpgroups, warpgroups, "{head_dim} {rows}");
+        }
+    }
+
+    #[test]
+    fn three_wide_warpgroups_are_for_causal_rows_that_see_few_keys() {
+        for (rows, keys, is_causal, tile) in [
+            (256, 256, true, (2, 128)),
+            (512, 512, true, (3, 64)),
+            (1024, 1024, true, (2, 128)),
+            (8192, 1024, true, (3, 96)),
+            (8192, 1024, false, (2, 128)),
+            (16_384, 128, true, (3, 64)),
+            (16_384, 2049, true, (2, 128)),
+        ] {
+            let best = candidates(128, 128, &workload(rows, keys, is_causal, false))[0];
+            assert_eq!((best.warpgroups, best.keys), tile, "{rows} {keys} {is_causal}");
+        }
+        assert_eq!(candidates(128, 128, &workload(8192, 128, true, true))[0].warpgroups, 2);
+    }
+
+    #[test]
     fn tiles_have_fewer_keys_where_rows_see_fewer() {
         for (head_dim, keys, is_causal, tile_keys) in [
             (64, 1535, false, 96),
             (64, 1536, false, 112),
             (64, 8191, true, 96),
             (64, 8192, true, 112),
+            (128, 512, true, 64),
+            (128, 1024, true, 96),
             (256, 2048, false, 64),
             (256, 2049, true, 80),
         ] {
