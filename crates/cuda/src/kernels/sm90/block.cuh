@@ -367,8 +367,8 @@ struct Team {
         return blocks;
     }
 
-    // The tiles of keys that every row of the team sees in full: those of the work tile and, where `seen_blocks` finds out, those that only other
-    // teams' rows see in part. A bias may hide keys between a row's first and last. `rows` are the work tile's.
+    // The tiles of keys that every row of the team sees in full. They include the work tile's full tiles and, under the conditions of `seen_blocks`,
+    // tiles that only rows of other teams see in part. With a bias, keys between a row's first and last may be hidden. `rows` are the work tile's.
     DEVICE FullBlocks full_blocks(const WorkTile& work_tile, const Row* rows) const {
         FullBlocks full(params.forward, work_tile);
         if (TEAMS < 3 || !TMA || Scoring::HAS_BIAS || params.forward.mask_every_tile) return full;
