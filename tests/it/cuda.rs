@@ -249,6 +249,10 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
     // Splits that some of three or four teams do not see, and rows for the first team only. Of 130 rows, the last of four teams has none.
     let teams = Case::new("splits_teams".to_owned(), [1, 2, 2, 200, 700, 64, 64], Dtype::BF16)
         .causal(QOffset::BottomRight);
+    // Three teams whose products do not overlap.
+    let teams_d128 = Case::new("splits_teams_d128".to_owned(), [1, 2, 2, 200, 700, 128, 128], Dtype::BF16)
+        .causal(QOffset::BottomRight);
+    let window_d128 = teams_d128.clone().seeing(Visibility::window(Some(60), Some(0)));
     let window = teams.clone().seeing(Visibility::window(Some(60), Some(0)));
     let three_of_four = Case::new("splits_three".to_owned(), [1, 2, 2, 130, 700, 64, 64], Dtype::F16)
         .causal(QOffset::BottomRight);
@@ -264,6 +268,10 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
         (window.clone(), three, &[2, 13]),
         (window.clone(), three.with_ping_pong(false), &[1, 5]),
         (window, four, &[2, 13]),
+        (teams_d128.clone(), three, &[3, 17]),
+        (teams_d128, three.with_ping_pong(false), &[1, 7]),
+        (window_d128.clone(), three, &[1, 5]),
+        (window_d128, three.with_ping_pong(false), &[2, 13]),
     ] {
         let prepared = Prepared::new(&case).unwrap();
         for &splits in all_splits {

@@ -4,15 +4,15 @@
 // probabilities of the tile before with its values, and computes the next probabilities while the second runs. Where they do not (SerialStream), a
 // step computes the scores of a tile, then their probabilities, then the product with its values; other teams multiply meanwhile.
 //
-// A tile that every row sees uses row_max from earlier tiles and checks by its sums that it was large enough. If not, which is rare, the team
-// recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a bias find their maxima first.
+// A tile that every row sees in full uses row_max from earlier tiles and checks by its sums that it was large enough. If not, which is rare, the
+// team recomputes the scores and raises row_max to their maxima. First tiles, masked tiles and tiles with a bias find their maxima first.
 //
-// With PING_PONG the teams start their products in turn, so that one team multiplies while another computes probabilities. With three or four teams
-// and TMA, a team passes tiles that none of its rows sees.
+// With PING_PONG the teams start their products in turn (a SerialStream only q k^T), so that one team multiplies while another computes
+// probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
 
-// NVRTC 12.0 to 12.8 insert register moves between two products that overlap, and then serialize every wgmma (C7513 in the log of
-// `--ptxas-options=-v`). Four teams, and three of more than 64 columns, have no registers for the scores of one tile beside the probabilities of
-// another.
+// Whether a team's products overlap. NVRTC 12.0 to 12.8 insert register moves between two products that overlap, and then serialize every wgmma
+// (C7513 in the log of `--ptxas-options=-v`). Four teams, and three of more than 64 columns, have no registers for the scores of one tile beside the
+// probabilities of another.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else
@@ -207,7 +207,7 @@ struct OverlappedStream {
 // A team that finishes each product before it starts the next. Keys and values of a tile have the same stage.
 struct SerialStream {
     RingStage<STAGES> at;
-    // at.stage(), the same in all lanes. It is found while the product before runs, since lanes take a while to agree on it.
+    // at.stage(), the same in all lanes. A step finds the next while its last product runs, since lanes take a while to agree on it.
     u32 stage = 0;
     OnlineSoftmax acc;
     Scores scores;
@@ -217,9 +217,9 @@ struct SerialStream {
         stage = uniform(at.stage());
     }
 
-    // Computes a tile. One that does not look for its maxima starts again, and looks for them, if row_max turns out not to fit. Both use the same
-    // code: copies of it for tiles with and without maxima were slower.
-    DEVICE void step(const Team& team, const TileRows& tile, bool masked, bool looks) {
+    // Computes a tile. One that does not find its maxima first starts again, and finds them, if row_max turns out not to fit. Both use the same code:
+    // copies of it for tiles with and without maxima were slower.
+    DEVICE void step(const Team& team, const TileRows& tile, bool masked, bool finds_maxima) {
         const ForwardParams& p = team.params.forward;
         Barriers& barriers = team.memory.barriers;
         const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
@@ -227,25 +227,26 @@ struct SerialStream {
         at.wait_full(shared_address(barriers.k_full));
         team.begin_turn();
 #pragma unroll 1
-        for (bool again = false;; again = looks = true) {
+        for (bool again = false;;) {
             team.start_qk(scores, stage);
             if (!again) team.end_turn();
             team.wait_scores<0>(scores);
-            if (looks) {
+            if (finds_maxima) {
                 Rescale rescale;
                 mask_scores(p, scores, tile.rows, tile.key0, masked);
-                // A row that did not fit takes the maximum of its scores so far.
+                // After a vote, every row takes the maximum of its scores so far.
                 update_row_max(acc, scores, scale, again ? 0.f : RESCALE_THRESHOLD, rescale);
                 rescale_o(acc, rescale);
             }
             sums[0][0] = sums[0][1] = 0.f;
             exponentiate(acc, scores, scale, sums);
-            if (looks) break;
+            if (finds_maxima) break;
             // The whole team votes: it computes scores together.
             if (!named_barrier_any<WARPGROUP_THREADS>(TEAM_BARRIER + team.team, row_max_is_unfit(acc, sums))) {
                 acc.begin_at_zero();
                 break;
             }
+            again = finds_maxima = true;
         }
         team.arrive(barriers.k_empty + stage);
         acc.add_to_row_sum(sums);

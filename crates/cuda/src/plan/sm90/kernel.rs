@@ -211,6 +211,8 @@ fn workload(problem: &Problem, facts: &CudaFacts, sequences: &[usize], has_bias:
         Sequences::Padded { .. } => dims.kv_len,
         Sequences::Cached { .. } => usize::MAX,
     };
+    let is_causal = desc.visibility.right() == Some(0);
+    let sees_all_before = desc.visibility.left().is_none() && chosen().all(|s| s.kv_len <= s.q_len);
     let window = desc.visibility.left().zip(desc.visibility.right());
     let window = window.map_or(usize::MAX, |(left, right)| left.saturating_add(right).saturating_add(1));
     Workload {
@@ -218,7 +220,8 @@ fn workload(problem: &Problem, facts: &CudaFacts, sequences: &[usize], has_bias:
         kv_heads: dims.kv_heads,
         multiprocessors: facts.multiprocessors,
         keys: window.min(kv_len),
-        is_causal: desc.visibility.right() == Some(0),
+        is_causal,
+        is_triangular: is_causal && sees_all_before,
         has_bias,
     }
 }

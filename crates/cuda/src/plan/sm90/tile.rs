@@ -127,20 +127,22 @@ pub(super) struct Workload {
     pub(super) keys: usize,
     /// True if rows do not see keys behind their position.
     pub(super) is_causal: bool,
+    /// True if rows see from one key to all: work tiles then take half the time of the longest on average.
+    pub(super) is_triangular: bool,
     /// True if scores are modified before the softmax.
     pub(super) has_bias: bool,
 }
 
 impl Workload {
-    /// An estimate of the time with tiles of `warpgroups`, each of which takes `of_row` for a row: that of all tiles on all multiprocessors, but not
-    /// less than that of the longest tile. Warpgroups without rows compute nothing, but others seldom fill their time. Causal tiles take half the
-    /// time of the longest on average. With many keys no tile is too long, since it can be split.
+    /// An estimate of the time with tiles of `warpgroups`, each of which takes `of_row` for a row: that of all work tiles on all multiprocessors, but
+    /// not less than that of the longest. (The number is this times twice the multiprocessors.) Warpgroups without rows compute nothing, but others
+    /// seldom fill their time. With many keys no work tile is too long, since it can be split.
     fn time(&self, warpgroups: usize, of_row: usize) -> usize {
         let of_tile = warpgroups * of_row;
         let tiles = self.rows.iter().map(|rows| rows.div_ceil(warpgroups * WARPGROUP_ROWS));
         let tiles = tiles.fold(0, usize::saturating_add).saturating_mul(self.kv_heads);
-        let all = tiles.saturating_mul(of_tile).saturating_mul(if self.is_causal { 1 } else { 2 });
-        let longest = if self.keys <= 2048 { 2 * of_tile * self.multiprocessors } else { 0 };
+        let all = tiles.saturating_mul(of_tile).saturating_mul(if self.is_triangular { 1 } else { 2 });
+        let longest = if self.keys <= 2048 { self.multiprocessors.saturating_mul(2 * of_tile) } else { 0 };
         all.max(longest)
     }
 }
@@ -158,7 +160,7 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
             3 => three_warpgroups(workload),
             _ => Sm90Tile::new(4, 64, 4),
         },
-        65..=128 => wide_warpgroups(workload),
+        65..=128 => tile_of_128_columns(workload),
         129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
         129..=192 => Sm90Tile::new(2, 96, 2),
         _ if has_bias => Sm90Tile::new(2, 48, 2),
@@ -177,8 +179,9 @@ fn three_warpgroups(workload: &Workload) -> Sm90Tile {
 }
 
 /// The tile for head dimensions from 65 to 128. Three warpgroups whose products do not overlap mask fewer tiles: each only those that its own 64 rows
-/// see in part. That pays where masked tiles are many, with causal rows that see few keys, unless tiles of 192 rows fit the rows badly.
-fn wide_warpgroups(workload: &Workload) -> Sm90Tile {
+/// see in part. That pays where masked tiles are many, with causal rows that see few keys, unless tiles of 192 rows fit the rows badly: for a row, three
+/// take a tenth less, or a sixth less where rows see at most 512 keys. Where TMA does not copy, they are slower; whether it does is known at the launch.
+fn tile_of_128_columns(workload: &Workload) -> Sm90Tile {
     let (keys, stages, of_row) = if workload.keys <= 512 { (64, 3, 40) } else { (96, 2, 43) };
     let masks_much = workload.is_causal && workload.keys <= 2048 && !workload.has_bias;
     if masks_much && workload.time(3, of_row) < workload.time(2, 48) {
@@ -207,12 +210,13 @@ pub(super) fn f32_candidates(head_dim: usize, value_dim: usize) -> Vec<Sm90Tile>
 /// about as long as three where rows see up to 2048 keys, or up to 4096 if they are causal, since fewer of their tiles are masked; with more keys
 /// three take a twentieth less, since their products overlap with probabilities.
 fn warpgroups(workload: &Workload) -> usize {
+    if workload.has_bias {
+        return 2;
+    }
     let few_keys = workload.keys <= if workload.is_causal { 4096 } else { 2048 };
     let (two, three) = (workload.time(2, 48), workload.time(3, 40));
     let four = workload.time(4, if few_keys { 39 } else { 42 });
-    if workload.has_bias {
-        2
-    } else if three <= two.min(four) {
+    if three <= two.min(four) {
         3
     } else if two <= four {
         2
@@ -226,7 +230,16 @@ mod tests {
     use super::*;
 
     fn workload(rows: usize, keys: usize, is_causal: bool, has_bias: bool) -> Workload {
-        Workload { rows: vec![rows; 64], kv_heads: 8, multiprocessors: 132, keys, is_causal, has_bias }
+        let is_triangular = is_causal && rows == keys;
+        Workload {
+            rows: vec![rows; 64],
+            kv_heads: 8,
+            multiprocessors: 132,
+            keys,
+            is_causal,
+            is_triangular,
+            has_bias,
+        }
     }
 
     /// Candidates for long sequences.
@@ -262,13 +275,14 @@ mod tests {
         for (head_dim, rows, warpgroups) in
             [(64, 2048, 2), (64, 4096, 2), (64, 8192, 4), (128, 2048, 2), (128, 4096, 2), (128, 8192, 3)]
         {
-            let one = Workload { rows: vec![rows], ..workload(rows, rows / 4, true, false) };
+            let one =
+                Workload { rows: vec![rows], is_triangular: true, ..workload(rows, rows / 4, true, false) };
             assert_eq!(candidates(head_dim, head_dim, &one)[0].warpgroups, warpgroups, "{head_dim} {rows}");
         }
     }
 
     #[test]
-    fn three_wide_warpgroups_are_for_causal_rows_that_see_few_keys() {
+    fn three_warpgroups_of_128_columns_are_for_causal_rows_that_see_few_keys() {
         for (rows, keys, is_causal, tile) in [
             (256, 256, true, (2, 128)),
             (512, 512, true, (3, 64)),
