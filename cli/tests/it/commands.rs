@@ -80,10 +80,10 @@ fn plans_of_shapes() {
     assert!(tiles("skip") > 0 && tiles("partial") > 0 && tiles("full") > 0);
 
     let cuda = json(&[&shape[..], &["--dtype", "bf16", "--device", "h200", "--json"]].concat());
-    assert_eq!(cuda["kernel"], "cuda-prefill-bf16-d64-wgmma192x96", "{cuda}");
+    assert_eq!(cuda["kernel"], "cuda-prefill-bf16-d64-wgmma128x128", "{cuda}");
     assert_eq!(cuda["flops"], plan["flops"]);
     let kernel = &cuda["kernels"][0];
-    assert_eq!((&kernel["tile_rows"], &kernel["block_k"]), (&192.into(), &96.into()), "{cuda}");
+    assert_eq!((&kernel["tile_rows"], &kernel["block_k"]), (&128.into(), &128.into()), "{cuda}");
     let text = ok(&[&shape[..], &["--device", "rtx4090"]].concat());
     for word in ["rtx4090", "capability 8.9", "128 multiprocessors", "splits", "workspace", "partial"] {
         assert!(text.contains(word), "{word} in {text}");
