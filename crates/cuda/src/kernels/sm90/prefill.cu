@@ -10,9 +10,9 @@
 // With PING_PONG the teams start their products in turn (a SerialStream only q k^T), so that one team multiplies while another computes
 // probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
 
-// Whether a team's products overlap. NVRTC 12.0 to 12.8 insert register moves between two products that overlap, and then serialize every wgmma
-// (C7513 in the log of `--ptxas-options=-v`). Four teams, and three of more than 64 columns, have no registers for the scores of one tile beside the
-// probabilities of another.
+// True if a team computes q k^T of a tile and p v of the tile before at the same time. With NVRTC 12.0 to 12.8 it does not: they move registers
+// between the two products, so ptxas serializes every wgmma (it warns of this as C7513 if asked by `-v`). Four teams, and three teams with more than
+// 64 columns, lack the registers to hold the scores of one tile and the probabilities of another.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
 constexpr bool OVERLAPS = false;
 #else
