@@ -9,7 +9,7 @@
 # installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, of crates/kernel,
 # except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the building blocks of Hopper's kernels if UNIT_TESTS
 # names the unit tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS names a folder with its wheel, pytest
-# and what that needs; transformers there are tested too.
+# and what that needs; transformers there are tested too. The step prefill runs the benchmark benches/packed.rs if PACKED names its binary.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
@@ -97,17 +97,24 @@ if wants tests && [ -n "${WHEELS:-}" ]; then
     rm -r "$site"
 fi
 
-# Measures the peers on one problem, then flashtile: NAME, the problem for the peer, options of flashtile.
+# Measures flashtile on one problem, before and after the peers if there are any: NAME, the problem for the peers, options of flashtile.
 compare() {
     local name=$1 problem=$2
     shift 2
     local vs=()
     if [ -n "$torch" ] && [ -n "$problem" ]; then
+        ours "$name" "$@"
         python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem
         vs=(--vs "$out/torch-$name.jsonl")
     fi
-    "$flashtile" bench "$@" --backend cuda --dtype "${dtype:-bf16}" --min-time 0.2 --json-lines "$out/row.jsonl" "${vs[@]}" |
-        tee -a "$out/$name.txt"
+    ours "$name" "$@" "${vs[@]}"
+}
+
+# Measures flashtile: NAME, options.
+ours() {
+    local name=$1
+    shift
+    "$flashtile" bench "$@" --backend cuda --dtype "${dtype:-bf16}" --min-time 0.2 --json-lines "$out/row.jsonl" | tee -a "$out/$name.txt"
     cat "$out/row.jsonl" >> "$out/$name.jsonl"
     rm "$out/row.jsonl"
 }
@@ -133,10 +140,10 @@ if wants prefill; then
     for s in 8192 32768 65536; do
         compare chunks "" decode --cache contiguous --queries 256 --head-dim 128 --heads 8 --kv-heads 1 --batch 1 --seq $s
     done
-    step "sequences of 256 to 8192 tokens: packed, and each by itself"
-    packed=(prefill --causal --head-dim 128 --heads 16)
-    compare packed "" "${packed[@]}" --batch 16 --seq 256..8192
-    compare packed "" "${packed[@]}" --seq 256,785,1314,1843,2372,2901,3430,3959,4488,5017,5546,6075,6604,7133,7662,8192
+    if [ -n "${PACKED:-}" ]; then
+        step "sequences of 256 to 8192 tokens: packed, and one by one"
+        "$PACKED" | tee "$out/packed.txt"
+    fi
     step "prefill of whole sequences in pages and without"
     for page in 16 64; do
         compare pages "" decode --cache contiguous,paged --page $page --queries 4096 --head-dim 128 --heads 16 --kv-heads 16 --batch 4 --seq 4096
