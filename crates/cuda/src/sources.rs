@@ -169,6 +169,7 @@ impl Source {
             format!("constexpr int VALUE_TEAMS = {value_teams};"),
             format!("constexpr int WARP_KEYS = {team_keys}, STAGES = {stages};"),
             format!("constexpr int Q_STAGES = {};", kernel.q_stages()),
+            format!("constexpr int EXTRA_K_STAGES = {};", kernel.key_stages() - stages),
             format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS}, MERGE_GROUP = {MERGE_GROUP};"),
             format!("constexpr bool PING_PONG = {ping_pong}, PAGED = {paged};"),

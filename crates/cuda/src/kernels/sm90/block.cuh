@@ -9,12 +9,24 @@
 //
 //   PING_PONG           whether teams take turns
 //   Q_STAGES            work tiles whose rows of q are in shared memory: 2 if the next one's are copied early, else 1
+//   EXTRA_K_STAGES      1 if keys have a stage more than values, else 0
 //   TMA                 whether keys and values are copied by TMA, else by the threads of the last warpgroup
 
 constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_ROWS;
 // Parts of q, of a warpgroup's rows each.
 constexpr int Q_PARTS = BLOCK_M / TEAM_ROWS;
 static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && !(TMA && DTYPE == F32));
+// True if a team computes q k^T of a tile and p v of the tile before at the same time. With NVRTC 12.0 to 12.8 it does not: they move registers
+// between the two products, so ptxas serializes every wgmma (it warns of this as C7513 if asked by `-v`). Four teams, and three teams with more than
+// 64 columns, lack the registers to hold the scores of one tile and the probabilities of another.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
+constexpr bool OVERLAPS = false;
+#else
+constexpr bool OVERLAPS = TEAMS < 3 || (TEAMS == 3 && HEAD_DIM <= 64 && VALUE_DIM <= 64);
+#endif
+// Stages of keys that are used. Where products overlap, a tile's keys are let go late, after its probabilities (a vote may want its scores again), and
+// its values early in the next step: one more stage of keys hides the time of their copies.
+constexpr int K_STAGES = OVERLAPS ? STAGES + EXTRA_K_STAGES : STAGES;
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Their sum must not exceed what the block is launched with, or
 // setmaxnreg waits forever. A copying thread needs more registers to look up pages, to find tiles that a mask skips or what biases need of a
 // row, and to split f32.
@@ -41,7 +53,7 @@ constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
     u64 q_full[Q_STAGES][Q_PARTS], q_empty[Q_PARTS];
-    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 k_full[STAGES + EXTRA_K_STAGES], k_empty[STAGES + EXTRA_K_STAGES], v_full[STAGES], v_empty[STAGES];
     u64 work_tile_full[LISTED], work_tile_empty[LISTED], rows_full[LISTED];
 };
 
@@ -63,7 +75,7 @@ static_assert(sizeof(ListedTile) % 16 == 0);
 
 struct PrefillMemory : Select<(VALUE_TEAMS > 1), SharedRows, OwnRows>::Type {
     u8 q[Q_STAGES][TERMS * QTile::BYTES];
-    u8 k[STAGES][TERMS * KTile::BYTES];
+    u8 k[STAGES + EXTRA_K_STAGES][TERMS * KTile::BYTES];
     u8 v[STAGES][TERMS * VTile::BYTES];
     ListedTile listed[LISTED];
     Barriers barriers;
@@ -136,7 +148,7 @@ struct KvProducer {
     const PrefillParams& params;
     PrefillMemory& memory;
     LaggedCopies copies;
-    RingStage<STAGES> at;
+    RingStage<VALUES ? STAGES : K_STAGES> at;
 
     // Copies the tile from key `block` BLOCK_N on.
     DEVICE void load(const WorkTile& work_tile, u32 block) {
@@ -555,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
         };
         Barriers& b = memory.barriers;
         init(b.q_full[0], Q_STAGES * Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
-        init(b.k_full, STAGES, TMA ? 1 : LOADERS), init(b.k_empty, STAGES, WARPS);
+        init(b.k_full, K_STAGES, TMA ? 1 : LOADERS), init(b.k_empty, K_STAGES, WARPS);
         init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
         init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);
         init(b.rows_full, LISTED, LOADERS);

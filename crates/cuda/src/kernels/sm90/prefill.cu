@@ -10,15 +10,6 @@
 // With PING_PONG the teams start their products in turn (a SerialStream only q k^T), so that one team multiplies while another computes
 // probabilities. With three or four teams and TMA, a team passes tiles that none of its rows sees.
 
-// True if a team computes q k^T of a tile and p v of the tile before at the same time. With NVRTC 12.0 to 12.8 it does not: they move registers
-// between the two products, so ptxas serializes every wgmma (it warns of this as C7513 if asked by `-v`). Four teams, and three teams with more than
-// 64 columns, lack the registers to hold the scores of one tile and the probabilities of another.
-#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
-constexpr bool OVERLAPS = false;
-#else
-constexpr bool OVERLAPS = TEAMS < 3 || (TEAMS == 3 && HEAD_DIM <= 64 && VALUE_DIM <= 64);
-#endif
-
 // Starts out += probs v.
 DEVICE void start_pv(const PrefillMemory& memory, OnlineSoftmax& acc, Probs& probs, u32 stage) {
     float(&c)[VALUE_DIM / 2] = (float(&)[VALUE_DIM / 2])acc.out;
@@ -52,7 +43,8 @@ DEVICE void end_softmax(OnlineSoftmax& acc, const Scores& scores, Probs& probs, 
 
 // Passes a tile that none of the team's rows sees: waits and arrives as if it computed it, since the copying warps and other teams' turns count
 // every team.
-DEVICE void pass_tile(const Team& team, const RingStage<STAGES>& k_at, const RingStage<STAGES>& v_at) {
+template <typename KeyStage>
+DEVICE void pass_tile(const Team& team, const KeyStage& k_at, const RingStage<STAGES>& v_at) {
     Barriers& barriers = team.memory.barriers;
     k_at.wait_full(shared_address(barriers.k_full));
     team.begin_turn();
@@ -64,7 +56,8 @@ DEVICE void pass_tile(const Team& team, const RingStage<STAGES>& k_at, const Rin
 
 // A team whose products overlap: its place in the rings, and what it has in registers.
 struct OverlappedStream {
-    RingStage<STAGES> k_at, v_at;
+    RingStage<K_STAGES> k_at;
+    RingStage<STAGES> v_at;
     OnlineSoftmax acc;
     Scores scores;
     Probs probs;

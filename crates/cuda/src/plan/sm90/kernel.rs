@@ -167,28 +167,44 @@ impl Sm90Kernel {
 
     /// Work tiles whose rows of q are in shared memory: two where they fit, so that the next one's are copied early, else one.
     pub(crate) const fn q_stages(&self) -> usize {
-        if self.uses_tma() && self.shared_bytes_with(WORK_TILES) <= MAX_SHARED_BYTES { WORK_TILES } else { 1 }
+        let needed = self.shared_bytes_with(WORK_TILES, self.tile.stages);
+        if self.uses_tma() && needed <= MAX_SHARED_BYTES { WORK_TILES } else { 1 }
+    }
+
+    /// Tiles of keys in shared memory: one more than of values where those are two and there is room for it, but not for rows of q of a second work
+    /// tile. Kernels of one or two warpgroups with rows of their own let keys go late; with rows of q of two work tiles that cost nothing measurable.
+    pub(crate) const fn key_stages(&self) -> usize {
+        let Sm90Tile { warpgroups, stages, shares_rows, .. } = self.tile;
+        let fits = self.shared_bytes_with(1, stages + 1) <= MAX_SHARED_BYTES;
+        if self.uses_tma() && !shares_rows && warpgroups <= 2 && stages == 2 && self.q_stages() == 1 && fits {
+            stages + 1
+        } else {
+            stages
+        }
     }
 
     /// Bytes of shared memory: those that the kernel asserts.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        self.shared_bytes_with(self.q_stages())
+        self.shared_bytes_with(self.q_stages(), self.key_stages())
     }
 
-    /// Bytes of shared memory with rows of q of `q_stages` work tiles. Rows of q, keys and values are cut into panels of 64 columns of 16 bits.
-    const fn shared_bytes_with(&self, q_stages: usize) -> usize {
+    /// Bytes of shared memory with rows of q of `q_stages` work tiles and `key_stages` tiles of keys. Rows of q, keys and values are cut into panels
+    /// of 64 columns of 16 bits.
+    const fn shared_bytes_with(&self, q_stages: usize, key_stages: usize) -> usize {
         let Sm90Tile { keys, stages, shares_rows, .. } = self.tile;
         let terms = if matches!(self.dtype, Dtype::F32) { F32_TERMS } else { 1 };
         let row = terms * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
         let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let (q, ring) = (q_stages * self.tile.rows() * row, stages * keys * (row + value_row));
+        let q = q_stages * self.tile.rows() * row;
+        let rings = keys * (key_stages * row + stages * value_row);
         let row_masks = WORK_TILES * self.tile.rows() * row_mask_bytes(self.has_bias);
-        let barriers = (q_stages + 1) * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 4 * stages;
+        let barriers =
+            (q_stages + 1) * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 2 * (key_stages + stages);
         let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
         shared_rows
             + q
-            + ring
+            + rings
             + row_masks
             + WORK_TILES * size_of::<WorkTile>()
             + BARRIER_BYTES * barriers

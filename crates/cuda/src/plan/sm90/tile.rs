@@ -19,7 +19,7 @@ pub struct Sm90Tile {
     pub(crate) warpgroups: usize,
     /// Keys that a warpgroup multiplies at a time.
     pub(crate) keys: usize,
-    /// Tiles of keys, and of values, in shared memory.
+    /// Tiles of values in shared memory; of keys as many, or one more.
     pub(crate) stages: usize,
     /// True if warpgroups take turns: one multiplies while the others compute probabilities.
     pub(crate) ping_pong: bool,
@@ -28,8 +28,9 @@ pub struct Sm90Tile {
 }
 
 impl Sm90Tile {
-    /// A tile of `warpgroups` times 64 rows and `keys` keys, with `stages` tiles of keys in shared memory, and with ping-pong where there
-    /// are 2 or 3 warpgroups. A plan refuses tiles that the kernels cannot have.
+    /// A tile of `warpgroups` times 64 rows and `keys` keys, with `stages` tiles of keys and of values in shared memory, and with ping-pong where
+    /// there are 2 or 3 warpgroups. Some kernels of one or two warpgroups with two stages have a third tile of keys. A plan refuses tiles that the
+    /// kernels cannot have.
     #[must_use]
     pub const fn new(warpgroups: usize, keys: usize, stages: usize) -> Self {
         Self { warpgroups, keys, stages, ping_pong: matches!(warpgroups, 2 | 3), shares_rows: false }
@@ -92,7 +93,7 @@ impl Sm90Tile {
         128 * (self.warpgroups + 1)
     }
 
-    /// Tiles of keys, and of values, in shared memory.
+    /// Tiles of values in shared memory; of keys as many, or one more.
     #[must_use]
     pub const fn stages(&self) -> usize {
         self.stages
@@ -164,7 +165,8 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
         129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
         129..=192 => Sm90Tile::new(2, 96, 2),
         _ if has_bias => Sm90Tile::new(2, 48, 2),
-        _ if workload.keys <= 2048 => Sm90Tile::new(2, 64, 2),
+        // With 64 keys there is room for a third stage of keys.
+        _ if workload.keys <= 4096 => Sm90Tile::new(2, 64, 2),
         _ => Sm90Tile::new(2, 80, 2),
     };
     vec![best, Sm90Tile::new(2, 64, 2), Sm90Tile::new(2, 32, 2)]
