@@ -251,8 +251,8 @@ mod tests {
         assert_eq!(of(Visibility::full(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x112");
         assert_eq!(of(Visibility::causal(), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x96");
         assert_eq!(of(Visibility::window(Some(127), Some(0)), 4096, 64), "cuda-prefill-bf16-d64-wgmma192x96");
-        assert_eq!(of(Visibility::full(), 2048, 256), "cuda-prefill-bf16-d256-wgmma128x64");
-        assert_eq!(of(Visibility::full(), 4096, 256), "cuda-prefill-bf16-d256-wgmma128x80");
+        assert_eq!(of(Visibility::full(), 4096, 256), "cuda-prefill-bf16-d256-wgmma128x64");
+        assert_eq!(of(Visibility::full(), 4097, 256), "cuda-prefill-bf16-d256-wgmma128x80");
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         assert_eq!(bf16(1000, 40, 33), "cuda-prefill-bf16-d64-wgmma192x112");
         assert_eq!(bf16(1000, 192, 128), "cuda-prefill-bf16-d192x128-wgmma128x128");
         assert_eq!(bf16(1000, 192, 192), "cuda-prefill-bf16-d192-wgmma128x96");
-        assert_eq!(bf16(1000, 256, 256), "cuda-prefill-bf16-d256-wgmma128x80");
+        assert_eq!(bf16(1000, 256, 256), "cuda-prefill-bf16-d256-wgmma128x64");
         assert_eq!(bf16(1000, 257, 64), "cuda-prefill-bf16-d288x128-wgmma64x64");
         assert_eq!(bf16(1000, 64, 257), "cuda-prefill-bf16-d64x384-wgmma64x64");
         assert_eq!(bf16(1000, 512, 512), "cuda-prefill-bf16-d512-wgmma64x64");

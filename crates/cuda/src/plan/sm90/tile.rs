@@ -309,8 +309,8 @@ mod tests {
             (64, 8192, true, 112),
             (128, 512, true, 64),
             (128, 1024, true, 96),
-            (256, 2048, false, 64),
-            (256, 2049, true, 80),
+            (256, 4096, false, 64),
+            (256, 4097, true, 80),
         ] {
             let best = candidates(head_dim, head_dim, &workload(384, keys, is_causal, false))[0];
             assert_eq!(best.keys, tile_keys, "{head_dim} {keys} {is_causal}");
