@@ -4,7 +4,7 @@
 //! Causal prefill in bf16 of 16 sequences of 256 to 8192 tokens, 16 heads of 128. A round runs the batch in one launch, then each sequence
 //! in a launch of its own, so that all of them find the device at the same temperature and power; the second-level cache is flushed before
 //! each launch. The table compares medians over all rounds, with the matrix unit's rate in the same run. The exit status is 1 where the
-//! batch takes longer than the sum of its sequences, or where their answers differ. Without a device, nothing is measured.
+//! answers differ. Without a device, nothing is measured.
 
 #![allow(
     clippy::unwrap_used,
@@ -55,7 +55,7 @@ fn main() {
         Ok(cuda) => cuda,
         Err(error) => return println!("SKIPPED: nothing was launched: {error}"),
     };
-    let rounds = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(101);
+    let rounds = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(101).max(1);
     let lens: Vec<usize> = (0..SEQUENCES).map(|n| 256 + (8192 - 256) * n / (SEQUENCES - 1)).collect();
     let ends: Vec<usize> = lens
         .iter()
@@ -102,5 +102,5 @@ fn main() {
     row("sum", sum, &lens);
     row("packed", seconds, &lens);
     println!("\npacked takes {:.3} of the sum; difference of the answers {error:.1e} (nrmse)", seconds / sum);
-    std::process::exit(i32::from(seconds > sum || error > 4e-3));
+    std::process::exit(i32::from(error.is_nan() || error > 4e-3));
 }

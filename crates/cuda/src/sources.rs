@@ -380,7 +380,7 @@ mod tests {
             (Dtype::BF16, 600, 192, 192, None),
             // Tiles of 64 keys and of 80.
             (Dtype::BF16, 600, 256, 256, Some(1023)),
-            (Dtype::F16, 3000, 256, 256, None),
+            (Dtype::F16, 5000, 256, 256, None),
             // Rows of q of two work tiles where most of these widths have one.
             (Dtype::F16, 600, 192, 64, None),
             (Dtype::BF16, 600, 384, 384, None),

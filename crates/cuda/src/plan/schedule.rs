@@ -343,13 +343,13 @@ fn in_sections(tiles: &[Tile], section: Section, tail: usize) -> Vec<Tile> {
 /// How many of the last `tiles` are better cut: the rest of a last round for `room` blocks of threads, if most of those would wait long for it
 /// otherwise. Under a causal mask the last tiles are short and fill what longer ones leave: then usually none.
 fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
-    // What cuts, partial results and merges cost, in blocks of keys: rather too much than too little, because cuts that gain little
-    // in this estimate lost up to 6 % (docs/kernels/hopper.md).
-    let cost = shape.value_dim / 8;
     if tiles.len() <= room {
         return 0;
     }
     let rest = tiles.len() % room;
+    // What cuts, partial results and merges cost, in blocks of keys. Many wide partials cost most: with a smaller estimate, cuts lost up to 6 %
+    // (docs/kernels/hopper.md).
+    let cost = 4 + shape.value_dim / 8 * rest / room;
     let (before, last) = tiles.split_at(tiles.len() - rest);
     let time = |tile: &Tile| tile.time(shape.keys);
     let blocks = last.iter().map(|tile| tile.blocks(shape.keys)).sum::<usize>();
@@ -559,11 +559,11 @@ mod tests {
         assert!(splits.iter().all(|split| split.counter > 0));
         assert_eq!(assignment.launch((), 2).capacity.counters, 2 * 3);
         // Tiles of rows that see ever fewer keys: the last ones end while others are computed.
-        let causal: Vec<Tile> = (0..14).map(|n| tile(n, 0..64 * (32 - 2 * n))).collect();
+        let causal: Vec<Tile> = (0..14).map(|n| tile(n, 0..64 * (128 - 8 * n))).collect();
         let assignment = Assignment::queue(causal, &SHAPE, keys(usize::MAX), 4, true);
         assert!(assignment.work_tiles().all(|work_tile| work_tile.splits == 1));
-        // Two rounds of tiles of 30 blocks, and one tile of `len`: cut for 4 blocks of threads, it takes 6 + 1 and the cost of 16.
-        for (len, is_cut) in [(22, false), (23, true)] {
+        // Two rounds of tiles of 30 blocks, and one tile of `len`: cut for 4 blocks of threads, it takes 3 + 1 and the cost of 4 + 16 / 4.
+        for (len, is_cut) in [(11, false), (12, true)] {
             let tiles: Vec<Tile> = (0..9).map(|n| tile(n, 0..64 * if n < 8 { 30 } else { len })).collect();
             let assignment = Assignment::queue(tiles, &SHAPE, keys(1), 4, true);
             assert_eq!(assignment.work_tiles().any(|work_tile| work_tile.splits > 1), is_cut, "{len}");

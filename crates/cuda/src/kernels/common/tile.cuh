@@ -7,7 +7,7 @@
 //   VALUE_TEAMS         teams of four warps that share rows, of which each computes VALUE_DIM columns, else 1
 //   MMA_M               fragments of 16 rows of a warp
 //   WARP_KEYS           keys of a tile that one warp multiplies at a time
-//   STAGES              tiles of keys, and of values, in shared memory
+//   STAGES              tiles of values, and of keys, in shared memory (sm90 may have one more of keys)
 //   BLOCKS_PER_SM       blocks of threads that a multiprocessor holds at a time
 //   Q_IN_REGISTERS      whether fragments of q stay in registers
 //   PAGED               whether keys lie in pages

@@ -9,14 +9,14 @@
 //
 //   PING_PONG           whether teams take turns
 //   Q_STAGES            work tiles whose rows of q are in shared memory: 2 if the next one's are copied early, else 1
-//   EXTRA_K_STAGES      1 if keys have a stage more than values, else 0
+//   EXTRA_K_STAGES      1 if there is room for a stage of keys more than of values, else 0
 //   TMA                 whether keys and values are copied by TMA, else by the threads of the last warpgroup
 
 constexpr int TEAM_WARPS = 4, TEAMS = WARPS / TEAM_WARPS, TEAM_ROWS = WARPGROUP_ROWS;
 // Parts of q, of a warpgroup's rows each.
 constexpr int Q_PARTS = BLOCK_M / TEAM_ROWS;
 static_assert(MMA_M == 1 && WARPS_K == VALUE_TEAMS && TEAMS == Q_PARTS * VALUE_TEAMS && WARP_KEYS % 16 == 0 && !(TMA && DTYPE == F32));
-// True if a team computes q k^T of a tile and p v of the tile before at the same time. With NVRTC 12.0 to 12.8 it does not: they move registers
+// True if a team of prefill.cu computes q k^T of a tile and p v of the tile before at the same time. With NVRTC 12.0 to 12.8 it does not: they move registers
 // between the two products, so ptxas serializes every wgmma (it warns of this as C7513 if asked by `-v`). Four teams, and three teams with more than
 // 64 columns, lack the registers to hold the scores of one tile and the probabilities of another.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
@@ -24,8 +24,8 @@ constexpr bool OVERLAPS = false;
 #else
 constexpr bool OVERLAPS = TEAMS < 3 || (TEAMS == 3 && HEAD_DIM <= 64 && VALUE_DIM <= 64);
 #endif
-// Stages of keys that are used. Where products overlap, a tile's keys are let go late, after its probabilities (a vote may want its scores again), and
-// its values early in the next step: one more stage of keys hides the time of their copies.
+// Stages of keys that are used. Where products overlap, a step lets its keys go only after its probabilities, because a vote may want the scores
+// again: one more stage gives their copies a step more of time.
 constexpr int K_STAGES = OVERLAPS ? STAGES + EXTRA_K_STAGES : STAGES;
 // Registers of a thread that copies, and of one that multiplies, in multiples of 8. Their sum must not exceed what the block is launched with, or
 // setmaxnreg waits forever. A copying thread needs more registers to look up pages, to find tiles that a mask skips or what biases need of a

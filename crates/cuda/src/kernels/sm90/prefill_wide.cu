@@ -11,7 +11,8 @@ constexpr int ROWS_BARRIER = TURN_BARRIER;
 
 // A team's state: its place in the rings, and what it has in registers.
 struct WideStream {
-    RingStage<STAGES> k_at, v_at;
+    RingStage<K_STAGES> k_at;
+    RingStage<STAGES> v_at;
     OnlineSoftmax acc;
     Scores scores;
 

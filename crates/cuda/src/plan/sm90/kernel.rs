@@ -172,15 +172,13 @@ impl Sm90Kernel {
     }
 
     /// Tiles of keys in shared memory: one more than of values where those are two and there is room for it, but not for rows of q of a second work
-    /// tile. Kernels of one or two warpgroups with rows of their own let keys go late; with rows of q of two work tiles that cost nothing measurable.
+    /// tile. It pays in kernels without biases, which let keys go late, and of one or two warpgroups with rows of their own. Beside rows of q of two
+    /// work tiles it gained nothing.
     pub(crate) const fn key_stages(&self) -> usize {
         let Sm90Tile { warpgroups, stages, shares_rows, .. } = self.tile;
+        let lets_keys_go_late = self.uses_tma() && !shares_rows && !self.has_bias && warpgroups <= 2;
         let fits = self.shared_bytes_with(1, stages + 1) <= MAX_SHARED_BYTES;
-        if self.uses_tma() && !shares_rows && warpgroups <= 2 && stages == 2 && self.q_stages() == 1 && fits {
-            stages + 1
-        } else {
-            stages
-        }
+        if lets_keys_go_late && stages == 2 && self.q_stages() == 1 && fits { stages + 1 } else { stages }
     }
 
     /// Bytes of shared memory: those that the kernel asserts.
@@ -247,5 +245,29 @@ impl std::fmt::Display for Sm90Kernel {
         let Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *self;
         let (op, products, rows, keys) = ("prefill", "wgmma", tile.rows(), tile.keys());
         NativeName { op, dtype, head_dim, value_dim, products, rows, keys, paged, has_bias, has_mask }.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_have_a_stage_more_where_there_is_room_and_they_go_late() {
+        let stages = |dtype, [head_dim, value_dim]: [usize; 2], tile: Sm90Tile, has_bias| {
+            let kernel =
+                Sm90Kernel { dtype, head_dim, value_dim, tile, paged: false, has_bias, has_mask: false };
+            assert!(kernel.shared_bytes() <= MAX_SHARED_BYTES, "{kernel}");
+            (kernel.q_stages(), kernel.key_stages())
+        };
+        let bf16 = |dims, keys| stages(Dtype::BF16, dims, Sm90Tile::new(2, keys, 2), false);
+        assert_eq!(bf16([256, 256], 64), (1, 3));
+        assert_eq!(bf16([256, 256], 80), (1, 2));
+        assert_eq!(bf16([256, 128], 64), (2, 2));
+        assert_eq!(bf16([192, 192], 96), (1, 2));
+        assert_eq!(bf16([128, 128], 128), (2, 2));
+        assert_eq!(stages(Dtype::BF16, [256, 256], Sm90Tile::new(2, 48, 2), true), (1, 2));
+        assert_eq!(stages(Dtype::F32, [128, 128], Sm90Tile::new(2, 32, 2), false), (1, 2));
+        assert_eq!(stages(Dtype::F16, [512, 512], Sm90Tile::wide(1), false), (1, 1));
     }
 }

@@ -165,8 +165,10 @@ pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload)
         129..=192 if value_dim <= 128 => Sm90Tile::new(2, 128, 2),
         129..=192 => Sm90Tile::new(2, 96, 2),
         _ if has_bias => Sm90Tile::new(2, 48, 2),
-        // With 64 keys there is room for a third stage of keys.
-        _ if workload.keys <= 4096 => Sm90Tile::new(2, 64, 2),
+        // With 64 keys, and as many columns of both, there is room for a third stage of keys.
+        _ if workload.keys <= if head_dim.min(value_dim) > 192 { 4096 } else { 2048 } => {
+            Sm90Tile::new(2, 64, 2)
+        }
         _ => Sm90Tile::new(2, 80, 2),
     };
     vec![best, Sm90Tile::new(2, 64, 2), Sm90Tile::new(2, 32, 2)]
