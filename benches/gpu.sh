@@ -143,6 +143,8 @@ if wants prefill; then
     if [ -n "${PACKED:-}" ]; then
         step "sequences of 256 to 8192 tokens: packed, and one by one"
         "$PACKED" | tee "$out/packed.txt"
+    else
+        echo "SKIPPED: a packed batch beside its sequences: PACKED names no binary"
     fi
     step "prefill of whole sequences in pages and without"
     for page in 16 64; do

@@ -57,9 +57,7 @@ fn main() {
     };
     let rounds = std::env::args().find_map(|argument| argument.parse().ok()).unwrap_or(101).max(1);
     let lens: Vec<usize> = (0..SEQUENCES).map(|n| 256 + (8192 - 256) * n / (SEQUENCES - 1)).collect();
-    let ends: Vec<usize> = lens
-        .iter()
-        .fold(vec![0], |ends: Vec<usize>, len| [&ends[..], &[ends[ends.len() - 1] + len]].concat());
+    let ends: Vec<usize> = (0..=SEQUENCES).map(|n| lens[..n].iter().sum()).collect();
     let tensors = [1, 2, 3].map(|seed| uniform(seed, ends[SEQUENCES] * ROW));
     let rows = |from: usize, to: usize| tensors.each_ref().map(|data| &data[from * ROW..to * ROW]);
 

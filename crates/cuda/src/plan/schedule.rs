@@ -347,8 +347,8 @@ fn unbalanced(tiles: &[Tile], shape: &TileShape, room: usize) -> usize {
         return 0;
     }
     let rest = tiles.len() % room;
-    // What cuts, partial results and merges cost, in blocks of keys. Many wide partials cost most: with a smaller estimate, cuts lost up to 6 %
-    // (docs/kernels/hopper.md).
+    // The cost of cutting tiles and of storing and merging their partials, in blocks of keys. It grows with the bytes of the partials: an estimate
+    // without them cut tiles where that made a launch 6 % slower (docs/kernels/hopper.md).
     let cost = 4 + shape.value_dim / 8 * rest / room;
     let (before, last) = tiles.split_at(tiles.len() - rest);
     let time = |tile: &Tile| tile.time(shape.keys);
