@@ -9,7 +9,8 @@
 # installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, of crates/kernel,
 # except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the building blocks of Hopper's kernels if UNIT_TESTS
 # names the unit tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS names a folder with its wheel, pytest
-# and what that needs; transformers there are tested too. The step prefill runs the benchmark benches/packed.rs if PACKED names its binary.
+# and what that needs; transformers there are tested too. With WHEELS, the Python package and its peers are also measured in turns.
+# The step prefill runs the benchmark benches/packed.rs if PACKED names its binary.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
@@ -26,6 +27,11 @@ nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=cs
 cat "$out/machine.txt"
 torch=
 python3 -c "import torch; torch.zeros(1).cuda()" 2> /dev/null && torch=1
+if [ -n "${WHEELS:-}" ]; then
+    site=$(mktemp -d)
+    trap 'rm -r "$site"' EXIT
+    for wheel in "$WHEELS"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+fi
 
 # The catalogue and 400 random problems by native or portable kernels, and two runs on the same file. Nearly every case compiles its
 # own kernel, and a process compiles one at a time.
@@ -89,22 +95,20 @@ fi
 
 if wants tests && [ -n "${WHEELS:-}" ]; then
     step "tests of the Python package"
-    site=$(mktemp -d)
-    for wheel in "$WHEELS"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
     cp python/tests/*.py "$site"
     (cd "$site" && PYTHONPATH=$site python3 -m pytest -q -rs test_cuda.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
     tail -1 "$out/python-tests.txt"
-    rm -r "$site"
 fi
 
-# Measures flashtile on one problem, before and after the peers if there are any: NAME, the problem for the peers, options of flashtile.
+# Measures flashtile on one problem, before and after the peers if there are any, and the Python package in turns with these: NAME, the problem
+# for the peers, options of flashtile.
 compare() {
     local name=$1 problem=$2
     shift 2
     local vs=()
     if [ -n "$torch" ] && [ -n "$problem" ]; then
         ours "$name" "$@"
-        python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem
+        PYTHONPATH=${site:+$site:}${PYTHONPATH:-} python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem | tee -a "$out/turns-$name.txt"
         vs=(--vs "$out/torch-$name.jsonl")
     fi
     ours "$name" "$@" "${vs[@]}"
@@ -196,10 +200,17 @@ fi
 if wants start; then
     step "first call: without and with compiled kernels on disk"
     folder=$(mktemp -d)
+    problems=("decode --dtype bf16 --head-dim 128 --seq 8192")
+    # One for each form of Hopper's kernel.
+    for shape in "bf16 64 64 1024" "bf16 64 64 4096" "bf16 96 96 2048" "bf16 128 128 1024" "bf16 128 128 4096" "bf16 192 128 4096" \
+        "bf16 192 192 4096" "bf16 256 256 2048" "bf16 256 256 8192" "bf16 512 512 4096" "f32 64 64 4096" "f32 128 128 4096" "f32 256 256 4096"; do
+        read -r t d dv s <<< "$shape"
+        problems+=("prefill --dtype $t --head-dim $d --value-dim $dv --heads 16 --seq $s --causal")
+    done
     for state in cold warm; do
         # The compiler has a cache of its own, which would make a cold start warm.
-        for problem in "decode --seq 8192" "prefill --seq 2048 --heads 8 --causal"; do
-            CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench $problem --backend cuda --dtype bf16 --head-dim 128 --min-time 0.05 \
+        for problem in "${problems[@]}"; do
+            CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench $problem --backend cuda --min-time 0.05 \
                 --json-lines "$folder/row.jsonl" > /dev/null
             python3 -c "
 import json

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""PyTorch's attention and FlashAttention-4 on a CUDA device, for `flashtile bench --vs`.
+"""PyTorch's attention, FlashAttention-4 and flashtile's Python package on a CUDA device, in turns.
 
     cuda_torch.py OUT.jsonl prefill D S [BATCH [HEADS [KV_HEADS [VALUE_DIM [WINDOW]]]]] -- decode D KEYS BATCH HEADS KV_HEADS -- ...
 
 Each group of arguments is one problem in bf16; prefill is measured with and without a causal mask, with a window of WINDOW keys before
-a query only with it. Peers are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN, and FlashAttention-4 for
-prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows. Times are medians of graph replays,
-before each of which the second-level cache is emptied, as flashtile's are.
+a query only with it. Measured are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN; FlashAttention-4 for
+prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows; and flashtile if its package is.
+A round replays one CUDA graph of each, in an order that rotates, so that all of them find the device at the same temperature and power;
+the second-level cache is emptied before each replay. Times are medians over all rounds.
+
+OUT.jsonl gets the peers' rows, for `flashtile bench --vs`. A line for each problem goes to standard output: TFLOP/s of visible pairs, and
+flashtile's speed relative to the fastest peer. The exit status is 1 where answers differ.
 """
 
 import json
@@ -21,40 +25,25 @@ try:
     from flash_attn.cute import flash_attn_func
 except ImportError:
     flash_attn_func = None
+try:
+    import flashtile
+except ImportError:
+    flashtile = None
 
 BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-SECONDS = 0.15
+# Of replays, for each that is measured.
+SECONDS, ROUNDS = 0.15, 200
+# Each answer is rounded to bf16, and so are the probabilities.
+TOLERANCE = 1e-2
 flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
-def seconds(run):
-    """Median seconds of a replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    times = []
-    spent = 0.0
-    with torch.cuda.stream(stream):
-        while len(times) < 10 or (spent < SECONDS and len(times) < 200):
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-            spent += times[-1]
-    return statistics.median(times)
-
-
-def peers(problem, causal, q, k, v):
-    """Functions that compute one problem, by the name of the peer."""
+def implementations(problem, causal, q, k, v):
+    """Functions that compute one problem, by name."""
     window = problem["window"]
+    if flashtile:
+        options = {"causal": causal} | ({"window": (window, 0)} if window else {})
+        yield "flashtile", lambda: flashtile.attention(q, k, v, **options)
     if not window:
         for name, backend in BACKENDS.items():
 
@@ -66,32 +55,109 @@ def peers(problem, causal, q, k, v):
     if flash_attn_func and problem["kind"] == "prefill":
         # Rows of all heads of a token are neighbours there.
         tokens = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-        options = {"causal": causal} | ({"window_size": (window, 0)} if window else {})
-        yield "fa4", lambda: flash_attn_func(*tokens, **options)
+        of_tokens = {"causal": causal} | ({"window_size": (window, 0)} if window else {})
+
+        def fa4():
+            out = flash_attn_func(*tokens, **of_tokens)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        yield "fa4", fa4
 
 
-def rows(problem):
-    """Rows of one problem, as JSON."""
+def captured(run, stream):
+    """A graph of one call, and its answer."""
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, out
+
+
+def seconds(graphs, stream):
+    """Median seconds of a replay of each graph, in turns."""
+    names, times = list(graphs), {name: [] for name in graphs}
+    rounds, spent = 0, 0.0
+    with torch.cuda.stream(stream):
+        while rounds < 10 or (spent < SECONDS * len(names) and rounds < ROUNDS):
+            first = rounds % len(names)
+            for name in names[first:] + names[:first]:
+                flush.zero_()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graphs[name].replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end) / 1e3)
+                spent += times[name][-1]
+            rounds += 1
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
+
+
+def operations(problem, causal):
+    """Multiplications and additions over visible pairs."""
+    d, dv, s, b, h = (problem[name] for name in ("d", "dv", "s", "b", "h"))
+    if problem["kind"] == "decode":
+        pairs = s
+    elif causal:
+        before = problem["window"] or s
+        pairs = sum(min(row, before) + 1 for row in range(s))
+    else:
+        pairs = s * s
+    return 2 * (d + dv) * h * b * pairs
+
+
+def difference(out, want):
+    """Root mean square of the difference, relative to the wanted answer."""
+    want = want.float()
+    return ((out.float() - want).square().mean() / want.square().mean()).sqrt().item()
+
+
+def measured(problem):
+    """Measures one problem: peers' rows, the lines of a table, and whether answers agree."""
     d, dv, s, b, h, hkv = (problem[name] for name in ("d", "dv", "s", "b", "h", "hkv"))
     is_prefill = problem["kind"] == "prefill"
     q = torch.randn(b, h, s if is_prefill else 1, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hkv, s, dim, device="cuda", dtype=torch.bfloat16) for dim in (d, dv))
     both = is_prefill and not problem["window"]
+    rows, lines, agree = [], [], True
     for causal in (False, True) if both else (is_prefill,):
-        for name, run in peers(problem, causal, q, k, v):
-            row = problem | {"peer": name, "dtype": "bf16", "causal": causal}
-            row["window"] = [problem["window"], None] if problem["window"] else None
+        stream, graphs, want, errors = torch.cuda.Stream(), {}, None, {}
+        for name, run in implementations(problem, causal, q, k, v):
             try:
                 with torch.no_grad():
-                    row["seconds"] = seconds(run)
+                    graphs[name], out = captured(run, stream)
             except (RuntimeError, AssertionError, NotImplementedError) as error:
-                print(f"{row}: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
+                print(f"{problem}: {name}: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
                 continue
-            yield row
+            want = out.clone() if want is None else want
+            errors[name] = difference(out, want)
+        if not graphs:
+            continue
+        times = seconds(graphs, stream)
+        of_problem = problem | {"dtype": "bf16", "causal": causal}
+        of_problem["window"] = [problem["window"], None] if problem["window"] else None
+        rows += [of_problem | {"peer": name, "seconds": time} for name, time in times.items() if name != "flashtile"]
+        rate = {name: operations(problem, causal) / time / 1e12 for name, time in times.items()}
+        heads = f"{h}/{hkv} heads of {d}" + (f"/{dv}" if dv != d else "")
+        window = f", window {problem['window']}" if problem["window"] else ""
+        line = f"{problem['kind']}, {b} x {s}, {heads}{window}, {'causal' if causal else 'full'}: "
+        line += ", ".join(f"{name} {of_name:.0f}" for name, of_name in rate.items())
+        others = [of_name for name, of_name in rate.items() if name != "flashtile"]
+        if "flashtile" in rate and others:
+            line += f"; {rate['flashtile'] / max(others):.3f} of the fastest peer"
+        lines.append(f"{line}; answers differ by {max(errors.values()):.0e}")
+        agree &= max(errors.values()) < TOLERANCE
+    return rows, lines, agree
 
 
 def main():
     out, problems = sys.argv[1], " ".join(sys.argv[2:]).split(" -- ")
+    all_agree = True
     with open(out, "a") as file:
         for problem in problems:
             kind, *numbers = problem.split()
@@ -101,8 +167,13 @@ def main():
             hkv = rest[2] if len(rest) > 2 else h
             dv = rest[3] if len(rest) > 3 else d
             window = rest[4] if len(rest) > 4 else 0
-            for row in rows({"kind": kind, "d": d, "dv": dv, "h": h, "hkv": hkv, "b": b, "s": s, "window": window}):
+            shape = {"kind": kind, "d": d, "dv": dv, "h": h, "hkv": hkv, "b": b, "s": s, "window": window}
+            rows, lines, agree = measured(shape)
+            for row in rows:
                 print(json.dumps(row), file=file, flush=True)
+            print("\n".join(lines), flush=True)
+            all_agree &= agree
+    sys.exit(not all_agree)
 
 
 if __name__ == "__main__":
