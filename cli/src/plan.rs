@@ -446,7 +446,15 @@ impl CudaShown<'_> {
             lines.push(("kernel", format!("{kernel}: {reason}")));
             let bytes = report::bytes(kernel.shared_bytes() as f64);
             let shared = match tile.stages() {
-                Some(stages) => format!("{stages} in shared memory at a time ({bytes})"),
+                Some(stages) => match kernel {
+                    CudaKernel::Sm90(kernel) if kernel.key_stages() != stages => {
+                        format!(
+                            "{} of keys and {stages} of values in shared memory at a time ({bytes})",
+                            kernel.key_stages()
+                        )
+                    }
+                    _ => format!("{stages} in shared memory at a time ({bytes})"),
+                },
                 None => format!("{bytes} of shared memory"),
             };
             let blocks =

@@ -642,7 +642,7 @@ fn decode(cases: &mut Cases) {
 }
 
 /// Shapes and features of real models, scaled down.
-const MODELS: [Row; 9] = [
+const MODELS: [Row; 10] = [
     row("like_llama_prefill", [1, 8, 2, 70, 70, 128, 128], &[Causal(TopLeft), BSHD]),
     row("like_llama_chunk", [1, 8, 2, 40, 340, 128, 128], &[Causal(At(300)), BSHD]),
     row(
@@ -650,6 +650,7 @@ const MODELS: [Row; 9] = [
         [1, 4, 2, 60, 300, 256, 256],
         &[Softcap(50.0), Gain(8.0), Causal(BottomRight), Window(Some(127), None)],
     ),
+    row("like_gemma_prefill", [1, 1, 1, 70, 450, 256, 256], &[Causal(BottomRight)]),
     row("like_gpt_oss", [1, 8, 1, 50, 290, 64, 64], &[Sinks, Causal(BottomRight), Window(Some(127), None)]),
     row("like_bloom", [2, 4, 4, 65, 65, 64, 64], &[Alibi, Causal(TopLeft)]),
     row("like_minilm", [3, 12, 12, 40, 64, 32, 32], &[KvLens(&[64, 64, 21]), FUSED]),
