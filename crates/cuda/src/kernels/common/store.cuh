@@ -9,26 +9,47 @@ struct RowOut {
 // The rows of a lane's fragments.
 constexpr int LANE_ROWS = 2 * MMA_M;
 
-// Ends a warp's rows, of row_max in units of log2 and whole row_sum. The four lanes that have the same rows finish one each.
-DEVICE void finish_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowStats& stats, RowOut (&rows)[LANE_ROWS]) {
+// The rows of a lane's fragments, and the logsumexp of the one that the lane ended itself: its `own_row`.
+struct RowEnds {
+    RowOut rows[LANE_ROWS];
+    float lse;
+};
+
+// The row of a work tile that a lane ends: the four lanes that have the same rows end one each.
+DEVICE u32 own_row(const WorkTile& work_tile, u32 first_row) {
     static_assert(LANE_ROWS == 2 || LANE_ROWS == 4);
+    u32 lane = opaque(threadIdx.x % 32);
+    return work_tile.row + first_row + lane % LANE_ROWS * 8 + lane / 4;
+}
+
+// Ends a warp's rows, of row_max in units of log2 and whole row_sum.
+DEVICE RowEnds end_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowStats& stats) {
     u32 lane = opaque(threadIdx.x % 32), own = lane % LANE_ROWS;
     float row_max = stats.row_max[0][0], row_sum = stats.row_sum[0][0];
 #pragma unroll
     for (int n = 1; n < LANE_ROWS; n++)
         if (own == n) row_max = stats.row_max[n / 2][n % 2], row_sum = stats.row_sum[n / 2][n % 2];
-    u32 row = work_tile.row + first_row + own * 8 + lane / 4;
+    u32 row = own_row(work_tile, first_row);
     bool exists = row < row_count(p, work_tile);
     QRow at = exists ? q_row(p, work_tile.kv_head, row) : QRow{0, 0};
     RowEnd end = finish_row(p, work_tile, at, row_max, row_sum);
     u64 to = exists ? row_address(p.out, work_tile, at) + value_panel(work_tile) * (VALUE_DIM * ELEMENT_BYTES) : 0;
-    if (lane % 4 < LANE_ROWS && exists) store_lse(p, work_tile, at, end.lse);
+    RowEnds ends;
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; n++) {
         u32 source = lane / 4 * 4 + n;
         u32 low = __shfl_sync(ALL_LANES, (u32)to, source), high = __shfl_sync(ALL_LANES, (u32)(to >> 32), source);
-        rows[n] = {(u64)high << 32 | low, __shfl_sync(ALL_LANES, end.factor, source)};
+        ends.rows[n] = {(u64)high << 32 | low, __shfl_sync(ALL_LANES, end.factor, source)};
     }
+    ends.lse = end.lse;
+    return ends;
+}
+
+// Stores the logsumexp of a warp's rows.
+DEVICE void store_lse(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowEnds& ends) {
+    if (!p.lse) return;
+    u32 row = own_row(work_tile, first_row);
+    if (threadIdx.x % 4 < LANE_ROWS && row < row_count(p, work_tile)) store_lse(p, work_tile, q_row(p, work_tile.kv_head, row), ends.lse);
 }
 
 // Returns true if lanes can store the tile's columns of a row four at a time.
@@ -80,14 +101,14 @@ DEVICE void store_row(const ForwardParams& p, const WorkTile& work_tile, const O
 
 // Stores a warp's rows, of row_max in units of log2 and whole row_sum.
 DEVICE void store_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    RowOut rows[LANE_ROWS];
-    finish_rows(p, work_tile, first_row, acc, rows);
+    const RowEnds ends = end_rows(p, work_tile, first_row, acc);
+    store_lse(p, work_tile, first_row, ends);
     if (has_vector_columns(p, work_tile)) {
 #pragma unroll
-        for (int n = 0; n < LANE_ROWS; n++) store_row<true>(p, work_tile, acc, rows[n], n / 2, n % 2);
+        for (int n = 0; n < LANE_ROWS; n++) store_row<true>(p, work_tile, acc, ends.rows[n], n / 2, n % 2);
     } else {
 #pragma unroll
-        for (int n = 0; n < LANE_ROWS; n++) store_row<false>(p, work_tile, acc, rows[n], n / 2, n % 2);
+        for (int n = 0; n < LANE_ROWS; n++) store_row<false>(p, work_tile, acc, ends.rows[n], n / 2, n % 2);
     }
 }
 

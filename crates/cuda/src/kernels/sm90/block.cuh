@@ -442,19 +442,24 @@ struct Team {
     }
 };
 
+// Ends a warp's rows, whose row_sum is of a lane's own columns.
+DEVICE RowEnds reduce_and_end_rows(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowStats& stats) {
+    RowStats reduced = stats;
+    reduced.reduce_row_sum(p);
+    return end_rows(p, work_tile, first_row, reduced);
+}
+
 // Stores a warp's rows. Returns false if a stored element is infinite or NaN: the rows may be wrong, and the caller stores them again.
-DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    RowStats stats = acc;
-    stats.reduce_row_sum(p);
-    RowOut rows[LANE_ROWS];
-    finish_rows(p, work_tile, first_row, stats, rows);
+DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc, const RowEnds& ends) {
+    store_lse(p, work_tile, first_row, ends);
     u32 nonfinite = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u32 sum = 0;
-        store_words(rows[half], value_columns(p, work_tile), [&](int n) {
+        const RowOut row = ends.rows[half];
+        store_words(row, value_columns(p, work_tile), [&](int n) {
             const float(&o)[4] = acc.out[0][n];
-            u32 word = pack<DTYPE>(o[2 * half] * rows[half].factor, o[2 * half + 1] * rows[half].factor);
+            u32 word = pack<DTYPE>(o[2 * half] * row.factor, o[2 * half + 1] * row.factor);
             sum = add_zero_times<DTYPE>(sum, word);
             return word;
         });
@@ -466,8 +471,8 @@ DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u
 // Stores a warp's rows of 16 bits element by element: rows that `store_if_finite` does not take because an element is infinite or NaN, or because
 // vectors of four columns do not fit them. A loop over fragments keeps the code short, which compiles faster.
 DEVICE void store_elements(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc) {
-    RowOut rows[LANE_ROWS];
-    finish_rows(p, work_tile, first_row, acc, rows);
+    const RowEnds ends = end_rows(p, work_tile, first_row, acc);
+    store_lse(p, work_tile, first_row, ends);
     const u32 t = opaque(threadIdx.x % 4), columns = value_columns(p, work_tile);
 #pragma unroll 1
     for (int n = 0; n < PV_MMA_N; n++) {
@@ -479,7 +484,7 @@ DEVICE void store_elements(const ForwardParams& p, const WorkTile& work_tile, u3
                 if (m == n) out[i] = acc.out[0][m][i];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const RowOut row = rows[i / 2];
+            const RowOut row = ends.rows[i / 2];
             const u32 column = 8 * n + 2 * t + i % 2;
             if (row.at && column < columns) store_element(row.at, column, finite_mean(out[i], row.factor, 1.f));
         }
@@ -511,12 +516,16 @@ DEVICE bool may_mask(const ForwardParams& p, const WorkTile& work_tile) {
 }
 
 // Ends the work tile at `tile_at`: stores a warp's rows.
-DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, OnlineSoftmax& acc) {
+template <typename Stream>
+DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, Stream& stream) {
     const ForwardParams& p = team.params.forward;
     const ListedTile& listed = team.memory.listed[tile_at.stage()];
     const WorkTile& work_tile = listed.work_tile;
+    OnlineSoftmax& acc = stream.acc;
     if constexpr (DTYPE != F32)
-        if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) && store_if_finite(p, work_tile, team.first_row, acc)) return;
+        if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) &&
+            store_if_finite(p, work_tile, team.first_row, acc, stream.row_ends(team, work_tile)))
+            return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask(p, work_tile)));
     if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
     acc.reduce_row_sum(p);
@@ -524,8 +533,13 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, On
     store(team, tile_at, acc);
 }
 
-// Computes this block's work tiles. `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale;
-// `rows` are the warp's.
+// Computes this block's work tiles.
+//
+// `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale; `rows` are the warp's. `Stream::row_ends(team, work_tile)`
+// returns their ends; kernels of f32 do not need it.
+//
+// A stream that STARTS_EARLY starts the first scores of a work tile by `start(team)` before the rows of the one before are stored. After the last work
+// tile it starts scores of whatever keys are in shared memory, and drops them: if a branch started products, the compiler would wait for them in it.
 template <typename Stream>
 DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
@@ -534,19 +548,40 @@ DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memor
     RingStage<LISTED> tile_at;
     // The first turn.
     if (PING_PONG && team.team == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
-    for (;; tile_at.advance()) {
-        tile_at.wait_full(shared_address(memory.barriers.work_tile_full));
-        const ListedTile& listed = memory.listed[tile_at.stage()];
-        const WorkTile& work_tile = listed.work_tile;
-        if (work_tile.sequence == NONE) return;
-        const KeyBlocks blocks(p, work_tile);
-        stream.acc.reset();
-        team.wait_q(work_tile, QStage(tile_at));
-        tile_at.wait_full(shared_address(memory.barriers.rows_full));
-        stream.compute(team, work_tile, blocks, listed.rows + team.first_row);
-        end_work_tile(team, tile_at, stream.acc);
-        mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
+    auto is_listed = [&](const RingStage<LISTED>& at) {
+        at.wait_full(shared_address(memory.barriers.work_tile_full));
+        return memory.listed[at.stage()].work_tile.sequence != NONE;
+    };
+    auto wait_q = [&](const RingStage<LISTED>& at) { team.wait_q(memory.listed[at.stage()].work_tile, QStage(at)); };
+    if constexpr (Stream::STARTS_EARLY) {
+        if (!is_listed(tile_at)) return;
+        wait_q(tile_at);
+        stream.wait_k(team);
+        stream.start(team);
     }
+    for (;; tile_at.advance()) {
+        if constexpr (!Stream::STARTS_EARLY) {
+            if (!is_listed(tile_at)) return;
+        }
+        const ListedTile& listed = memory.listed[tile_at.stage()];
+        const KeyBlocks blocks(p, listed.work_tile);
+        stream.acc.reset();
+        if constexpr (!Stream::STARTS_EARLY) wait_q(tile_at);
+        tile_at.wait_full(shared_address(memory.barriers.rows_full));
+        stream.compute(team, listed.work_tile, blocks, listed.rows + team.first_row);
+        bool more = true;
+        if constexpr (Stream::STARTS_EARLY) {
+            RingStage<LISTED> next = tile_at;
+            next.advance();
+            more = is_listed(next);
+            if (more) wait_q(next), stream.wait_k(team);
+            stream.start(team);
+        }
+        end_work_tile(team, tile_at, stream);
+        mbarrier_arrive(shared_address(memory.barriers.work_tile_empty + tile_at.stage()));
+        if (!more) break;
+    }
+    if constexpr (Stream::STARTS_EARLY) team.template wait_scores<0>(stream.scores);
 }
 
 // The entry point of the warpgroups that multiply, which prefill.cu, prefill_wide.cu and prefill_f32.cu define.

@@ -56,11 +56,19 @@ DEVICE void pass_tile(const Team& team, const KeyStage& k_at, const RingStage<ST
 
 // A team whose products overlap: its place in the rings, and what it has in registers.
 struct OverlappedStream {
+    // Two teams compute every tile: whether they start products does not depend on a branch, by which the compiler would wait for them.
+    static constexpr bool COMPUTES_ALL = TEAMS < 3;
+    // Registers are left beside the output and the probabilities: a work tile begins and ends with less waiting.
+    static constexpr bool HAS_REGISTERS = COMPUTES_ALL && VALUE_DIM / 2 + BLOCK_N / 4 <= 144;
+    // Rows of q of the next work tile are there early if there is room for them.
+    static constexpr bool STARTS_EARLY = HAS_REGISTERS && Q_STAGES == 2;
+
     RingStage<K_STAGES> k_at;
     RingStage<STAGES> v_at;
     OnlineSoftmax acc;
     Scores scores;
     Probs probs;
+    RowEnds ends;
 
     DEVICE void wait_k(const Team& team) const { k_at.wait_full(shared_address(team.memory.barriers.k_full)); }
 
@@ -81,27 +89,41 @@ struct OverlappedStream {
         team.end_turn();
     }
 
-    // The scores of a tile, and the values of the tile before, whichever exist.
-    DEVICE void multiply(const Team& team, bool has_scores, bool has_probs) {
-        if (has_scores && has_probs) {
+    // Starts the scores of a work tile's first tile, whose keys are there.
+    DEVICE void start(const Team& team) {
+        const u32 k_stage = uniform(k_at.stage());
+        team.begin_turn();
+        team.start_qk(scores, k_stage);
+        team.end_turn();
+    }
+
+    // The first tile of a work tile: its scores, beside which it is found whether they are to be masked, and their probabilities. Nothing was accumulated
+    // that a maximum would scale.
+    DEVICE void begin(const Team& team, const WorkTile& work_tile, const Row* rows, u32 block) {
+        const ForwardParams& p = team.params.forward;
+        if (!STARTS_EARLY) {
             wait_k(team);
-            start_qk_and_pv(team);
-            team.wait_pv(acc, v_at.stage());
-            team.wait_qk<0>(scores, k_at.stage());
-        } else if (has_scores) {
-            wait_k(team);
-            const u32 k_stage = uniform(k_at.stage());
-            team.begin_turn();
-            team.start_qk(scores, k_stage);
-            team.end_turn();
-            team.wait_qk<0>(scores, k_at.stage());
-        } else {
-            wait_v(team);
-            start_pv(team.memory, acc, probs, uniform(v_at.stage()));
-            team.wait_pv(acc, v_at.stage());
+            start(team);
         }
-        if (has_scores) k_at.advance();
-        if (has_probs) v_at.advance();
+        const bool masked = FullBlocks(p, *opaque(&work_tile)).is_masked_tile(p, work_tile, block);
+        team.wait_qk<0>(scores, k_at.stage());
+        k_at.advance();
+        Rescale rescale;
+        float sums[1][2] = {};
+        mask_scores(p, scores, rows, block * BLOCK_N, masked);
+        begin_softmax(p, acc, scores, RESCALE_THRESHOLD, rescale, sums);
+        acc.add_to_row_sum(sums);
+        probs.set(scores);
+    }
+
+    // The scores of a tile, and the values of the tile before.
+    DEVICE void multiply(const Team& team) {
+        wait_k(team);
+        start_qk_and_pv(team);
+        team.wait_pv(acc, v_at.stage());
+        team.wait_qk<0>(scores, k_at.stage());
+        k_at.advance();
+        v_at.advance();
     }
 
     // Scores to probabilities. A threshold of 0 gives every row the maximum of its scores so far as row_max.
@@ -172,16 +194,25 @@ struct OverlappedStream {
         const KeyBlocks seen = team.seen_blocks(work_tile, blocks, rows - team.first_row);
         u32 block = blocks.first;
         for (; block < seen.first; block = next_block(p, work_tile, block + 1, blocks.end)) pass(team);
-        const u32 first_block = block;
+        const u32 first = block;
+        // In the loop the first tile takes fewer registers, and more time.
+        if constexpr (HAS_REGISTERS) {
+            begin(team, work_tile, rows, first);
+            block = next_block(p, work_tile, first + 1, blocks.end);
+        }
         while (block < seen.end) {
-            const bool first = block == first_block;
+            if (!HAS_REGISTERS && block == first) {
+                begin(team, work_tile, rows, first);
+                block = next_block(p, work_tile, first + 1, blocks.end);
+                continue;
+            }
             // Recomputed for each tile, so that it occupies no registers during products.
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
             const TileRows tile = {rows, block * BLOCK_N};
             // Biases branch, and the compiler waits for products where it branches.
-            if (Scoring::HAS_BIAS || first) {
-                multiply(team, true, !first);
+            if constexpr (Scoring::HAS_BIAS) {
+                multiply(team);
                 softmax(p, tile, masked, RESCALE_THRESHOLD);
                 block = next_block(p, work_tile, block + 1, blocks.end);
             } else {
@@ -192,13 +223,24 @@ struct OverlappedStream {
             }
         }
         team.release_q();
-        if (first_block < seen.end) multiply(team, false, true);
+        if (COMPUTES_ALL || first < seen.end) {
+            wait_v(team);
+            start_pv(team.memory, acc, probs, uniform(v_at.stage()));
+            if (HAS_REGISTERS) ends = reduce_and_end_rows(p, work_tile, team.first_row, acc);
+            team.wait_pv(acc, v_at.stage());
+            v_at.advance();
+        }
         for (; block < blocks.end; block = next_block(p, work_tile, block + 1, blocks.end)) pass(team);
+    }
+
+    DEVICE RowEnds row_ends(const Team& team, const WorkTile& work_tile) const {
+        return HAS_REGISTERS ? ends : reduce_and_end_rows(team.params.forward, work_tile, team.first_row, acc);
     }
 };
 
 // A team that finishes each product before it starts the next. Keys and values of a tile have the same stage.
 struct SerialStream {
+    static constexpr bool STARTS_EARLY = false;
     RingStage<STAGES> at;
     // at.stage(), the same in all lanes. A step finds the next while its last product runs, since lanes take a while to agree on it.
     u32 stage = 0;
@@ -255,6 +297,11 @@ struct SerialStream {
     DEVICE void pass(const Team& team) {
         pass_tile(team, at, at);
         advance();
+    }
+
+    // Beside the last product this was 3 % slower.
+    DEVICE RowEnds row_ends(const Team& team, const WorkTile& work_tile) const {
+        return reduce_and_end_rows(team.params.forward, work_tile, team.first_row, acc);
     }
 
     DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {

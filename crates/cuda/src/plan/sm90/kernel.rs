@@ -174,7 +174,8 @@ impl Sm90Kernel {
     /// Tiles of keys in shared memory: one more than of values where those are two and there is room for it, but not for rows of q of a second work
     /// tile. It pays in kernels without biases, which let keys go late, and of one or two warpgroups with rows of their own. Beside rows of q of two
     /// work tiles it gained nothing.
-    pub(crate) const fn key_stages(&self) -> usize {
+    #[must_use]
+    pub const fn key_stages(&self) -> usize {
         let Sm90Tile { warpgroups, stages, shares_rows, .. } = self.tile;
         let lets_keys_go_late = self.uses_tma() && !shares_rows && !self.has_bias && warpgroups <= 2;
         let fits = self.shared_bytes_with(1, stages + 1) <= MAX_SHARED_BYTES;
