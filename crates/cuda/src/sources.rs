@@ -375,7 +375,7 @@ mod tests {
             (Dtype::BF16, 600, 128, 128, None),
             // Three warpgroups with tiles of 64 and of 96 keys.
             (Dtype::F16, 384, 128, 128, Some(127)),
-            (Dtype::BF16, 960, 128, 128, Some(1023)),
+            (Dtype::BF16, 960, 128, 128, Some(1000)),
             (Dtype::F16, 600, 192, 128, None),
             (Dtype::BF16, 600, 192, 192, None),
             // Tiles of 64 keys and of 80.

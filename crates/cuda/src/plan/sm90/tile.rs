@@ -184,11 +184,13 @@ fn three_warpgroups(workload: &Workload) -> Sm90Tile {
 
 /// The tile for head dimensions from 65 to 128. Three warpgroups whose products do not overlap mask fewer tiles: each only those that its own 64 rows
 /// see in part. That pays where masked tiles are many, with causal rows that see few keys, unless tiles of 192 rows fit the rows badly: for a row, three
-/// take a tenth less, or a sixth less where rows see at most 512 keys. Where TMA does not copy, they are slower; whether it does is known at the launch.
+/// take little less than two, or a tenth less where rows see at most 512 keys. Where TMA does not copy, they are slower; whether it does is known at the
+/// launch.
 fn tile_of_128_columns(workload: &Workload) -> Sm90Tile {
     let (keys, stages, of_row) = if workload.keys <= 512 { (64, 3, 40) } else { (96, 2, 43) };
-    let masks_much = workload.is_causal && workload.keys <= 2048 && !workload.has_bias;
-    if masks_much && workload.time(3, of_row) < workload.time(2, 48) {
+    let seen_on_average = if workload.is_triangular { workload.keys / 2 } else { workload.keys };
+    let masks_much = workload.is_causal && seen_on_average < 1024 && !workload.has_bias;
+    if masks_much && workload.time(3, of_row) < workload.time(2, 44) {
         Sm90Tile::new(3, keys, stages).with_ping_pong(false)
     } else {
         Sm90Tile::new(2, 128, 2)
@@ -277,7 +279,7 @@ mod tests {
     #[test]
     fn few_rows_are_divided_among_all_multiprocessors() {
         for (head_dim, rows, warpgroups) in
-            [(64, 2048, 2), (64, 4096, 2), (64, 8192, 4), (128, 2048, 2), (128, 4096, 2), (128, 8192, 3)]
+            [(64, 2048, 2), (64, 4096, 2), (64, 8192, 4), (128, 2048, 2), (128, 4096, 2), (128, 8192, 2)]
         {
             let one =
                 Workload { rows: vec![rows], is_triangular: true, ..workload(rows, rows / 4, true, false) };
@@ -289,10 +291,12 @@ mod tests {
     fn three_warpgroups_of_128_columns_are_for_causal_rows_that_see_few_keys() {
         for (rows, keys, is_causal, tile) in [
             (256, 256, true, (2, 128)),
-            (512, 512, true, (3, 64)),
+            (512, 512, true, (2, 128)),
+            (576, 576, true, (3, 96)),
             (1024, 1024, true, (2, 128)),
-            (8192, 1024, true, (3, 96)),
-            (8192, 1024, false, (2, 128)),
+            (8192, 1023, true, (3, 96)),
+            (8192, 1024, true, (2, 128)),
+            (8192, 1023, false, (2, 128)),
             (16_384, 128, true, (3, 64)),
             (16_384, 2049, true, (2, 128)),
         ] {
@@ -310,7 +314,8 @@ mod tests {
             (64, 8191, true, 96),
             (64, 8192, true, 112),
             (128, 512, true, 64),
-            (128, 1024, true, 96),
+            (128, 1023, true, 96),
+            (128, 1024, true, 128),
             (256, 4096, false, 64),
             (256, 4097, true, 80),
         ] {
