@@ -14,6 +14,7 @@
 
 use flashtile::cuda::{Cuda, TimedRun, limits};
 use flashtile::{Attention, CudaPlan, Dtype, Inputs, Outputs, PlanOptions, TensorView, TensorViewMut};
+use flashtile_testkit::Rng;
 use half::bf16;
 
 const SEQUENCES: usize = 16;
@@ -28,12 +29,8 @@ fn median(times: &mut [f64]) -> f64 {
 
 /// Elements in [-1, 1), equal in all runs.
 fn uniform(seed: u64, len: usize) -> Vec<bf16> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        bf16::from_f32((state >> 40) as f32 / (1 << 23) as f32 - 1.0)
-    };
-    (0..len).map(|_| next()).collect()
+    let mut rng = Rng::new(seed);
+    (0..len).map(|_| bf16::from_f32(rng.uniform(-1.0, 1.0))).collect()
 }
 
 /// A launch of packed sequences, or of one dense sequence, with its answer.

@@ -6,14 +6,15 @@
 Each group of arguments is one problem in bf16; prefill is measured with and without a causal mask, with a window of WINDOW keys before
 a query only with it. Measured are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN; FlashAttention-4 for
 prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows; and flashtile if its package is.
-A round replays one CUDA graph of each, in an order that rotates, so that all of them find the device at the same temperature and power;
-the second-level cache is emptied before each replay. Times are medians over all rounds.
+A round replays one CUDA graph of each in random order, so that all of them find the device at the same temperature and power; the
+second-level cache is emptied before each replay. Times are medians over all rounds.
 
 OUT.jsonl gets the peers' rows, for `flashtile bench --vs`. A line for each problem goes to standard output: TFLOP/s of visible pairs, and
 flashtile's speed relative to the fastest peer. The exit status is 1 where answers differ.
 """
 
 import json
+import random
 import statistics
 import sys
 
@@ -32,7 +33,7 @@ except ImportError:
 
 BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Of replays, for each that is measured.
-SECONDS, ROUNDS = 0.15, 200
+SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.15, 24, 200
 # Each answer is rounded to bf16, and so are the probabilities.
 TOLERANCE = 1e-2
 flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
@@ -81,11 +82,12 @@ def captured(run, stream):
 def seconds(graphs, stream):
     """Median seconds of a replay of each graph, in turns."""
     names, times = list(graphs), {name: [] for name in graphs}
+    order = random.Random(0)
     rounds, spent = 0, 0.0
     with torch.cuda.stream(stream):
-        while rounds < 10 or (spent < SECONDS * len(names) and rounds < ROUNDS):
-            first = rounds % len(names)
-            for name in names[first:] + names[:first]:
+        while rounds < MIN_ROUNDS or (spent < SECONDS * len(names) and rounds < MAX_ROUNDS):
+            order.shuffle(names)
+            for name in names:
                 flush.zero_()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
