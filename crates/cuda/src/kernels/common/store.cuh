@@ -48,8 +48,7 @@ DEVICE RowEnds end_rows(const ForwardParams& p, const WorkTile& work_tile, u32 f
 // Stores the logsumexp of a warp's rows.
 DEVICE void store_lse(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const RowEnds& ends) {
     if (!p.lse) return;
-    // Read again, so that it occupies no registers where nothing is stored.
-    u32 row = own_row(*opaque(&work_tile), first_row);
+    u32 row = own_row(work_tile, first_row);
     if (threadIdx.x % 4 < LANE_ROWS && row < row_count(p, work_tile)) store_lse(p, work_tile, q_row(p, work_tile.kv_head, row), ends.lse);
 }
 
