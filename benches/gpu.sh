@@ -30,7 +30,8 @@ python3 -c "import torch; torch.zeros(1).cuda()" 2> /dev/null && torch=1
 if [ -n "${WHEELS:-}" ]; then
     site=$(mktemp -d)
     trap 'rm -r "$site"' EXIT
-    for wheel in "$WHEELS"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+    for wheel in "$WHEELS"/*.whl; do python3 -m zipfile -e "$wheel" "$site/all"; done
+    for wheel in "$WHEELS"/flashtile-*.whl; do python3 -m zipfile -e "$wheel" "$site/flashtile"; done
 fi
 
 # The catalogue and 400 random problems by native or portable kernels, and two runs on the same file. Nearly every case compiles its
@@ -95,8 +96,8 @@ fi
 
 if wants tests && [ -n "${WHEELS:-}" ]; then
     step "tests of the Python package"
-    cp python/tests/*.py "$site"
-    (cd "$site" && PYTHONPATH=$site python3 -m pytest -q -rs test_cuda.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
+    cp python/tests/*.py "$site/all"
+    (cd "$site/all" && PYTHONPATH=$site/all python3 -m pytest -q -rs test_cuda.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
     tail -1 "$out/python-tests.txt"
 fi
 
@@ -108,7 +109,7 @@ compare() {
     local vs=()
     if [ -n "$torch" ] && [ -n "$problem" ]; then
         ours "$name" "$@"
-        PYTHONPATH=${site:+$site:}${PYTHONPATH:-} python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem | tee -a "$out/turns-$name.txt"
+        PYTHONPATH=${site:+$site/flashtile${PYTHONPATH:+:}}${PYTHONPATH:-} python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem | tee -a "$out/turns-$name.txt"
         vs=(--vs "$out/torch-$name.jsonl")
     fi
     ours "$name" "$@" "${vs[@]}"
@@ -201,11 +202,12 @@ if wants start; then
     step "first call: without and with compiled kernels on disk"
     folder=$(mktemp -d)
     problems=("decode --dtype bf16 --head-dim 128 --seq 8192")
-    # One for each form of Hopper's kernel.
-    for shape in "bf16 64 64 1024" "bf16 64 64 4096" "bf16 96 96 2048" "bf16 128 128 1024" "bf16 128 128 4096" "bf16 192 128 4096" \
-        "bf16 192 192 4096" "bf16 256 256 2048" "bf16 256 256 8192" "bf16 512 512 4096" "f32 64 64 4096" "f32 128 128 4096" "f32 256 256 4096"; do
-        read -r t d dv s <<< "$shape"
-        problems+=("prefill --dtype $t --head-dim $d --value-dim $dv --heads 16 --seq $s --causal")
+    # Most forms of Hopper's kernel: type, head dimension, value dimension, tokens, heads.
+    for shape in "bf16 64 64 1024 16" "bf16 64 64 4096 16" "bf16 64 64 8192 16" "bf16 96 96 2048 16" "bf16 128 128 4096 16" \
+        "bf16 128 128 576 256" "bf16 192 128 4096 16" "bf16 192 192 4096 16" "bf16 256 256 2048 16" "bf16 256 256 8192 16" \
+        "bf16 512 512 4096 16" "f32 64 64 4096 16" "f32 128 128 4096 16" "f32 256 256 4096 16"; do
+        read -r t d dv s h <<< "$shape"
+        problems+=("prefill --dtype $t --head-dim $d --value-dim $dv --heads $h --seq $s --causal")
     done
     for state in cold warm; do
         # The compiler has a cache of its own, which would make a cold start warm.

@@ -9,7 +9,7 @@ struct RowOut {
 // The rows of a lane's fragments.
 constexpr int LANE_ROWS = 2 * MMA_M;
 
-// The rows of a lane's fragments, and the logsumexp of the one that the lane ended itself: its `own_row`.
+// The ends of the rows of a lane's fragments, and the logsumexp of the lane's own row (`own_row`).
 struct RowEnds {
     RowOut rows[LANE_ROWS];
     float lse;

@@ -451,7 +451,7 @@ DEVICE RowEnds reduce_and_end_rows(const ForwardParams& p, const WorkTile& work_
 
 // Stores a warp's rows. Returns false if a stored element is infinite or NaN: the rows may be wrong, and the caller stores them again.
 DEVICE bool store_if_finite(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const OnlineSoftmax& acc, const RowEnds& ends) {
-    // Without TMA registers are scarce, and the address of the work tile is not kept. With TMA that was 1 % slower at D 64.
+    // Without TMA there are too few registers to keep the address of the work tile. With TMA, finding it again was 1 % slower at D 64.
     store_lse(p, TMA ? work_tile : *opaque(&work_tile), first_row, ends);
     u32 nonfinite = 0;
 #pragma unroll
@@ -540,7 +540,7 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, St
 // returns their ends; kernels of f32 do not need it.
 //
 // A stream that STARTS_EARLY starts the first scores of a work tile by `start(team)` before the rows of the one before are stored. After the last work
-// tile it starts scores of whatever keys are in shared memory, and drops them: if a branch started products, the compiler would wait for them in it.
+// tile it starts scores of whatever keys are in shared memory, and drops them: products that a branch starts are waited for at its end.
 template <typename Stream>
 DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;

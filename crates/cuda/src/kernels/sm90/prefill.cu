@@ -56,9 +56,10 @@ DEVICE void pass_tile(const Team& team, const KeyStage& k_at, const RingStage<ST
 
 // A team whose products overlap: its place in the rings, and what it has in registers.
 struct OverlappedStream {
-    // Two teams compute every tile: whether they start products does not depend on a branch, by which the compiler would wait for them.
+    // Two teams compute every tile, so that no branch decides whether they start products: the compiler waits at its end for products of a branch.
     static constexpr bool COMPUTES_ALL = TEAMS < 3;
-    // Registers are left beside the output and the probabilities: a work tile begins and ends with less waiting.
+    // Registers are left beside the output and the probabilities for a work tile to begin and end with less waiting: at D 256 with 64 keys,
+    // but not with 80, where threads would spill.
     static constexpr bool HAS_REGISTERS = COMPUTES_ALL && VALUE_DIM / 2 + BLOCK_N / 4 <= 144;
     // Rows of q of the next work tile are there early if there is room for them.
     static constexpr bool STARTS_EARLY = HAS_REGISTERS && Q_STAGES == 2;
@@ -97,8 +98,8 @@ struct OverlappedStream {
         team.end_turn();
     }
 
-    // The first tile of a work tile: its scores, beside which it is found whether they are to be masked, and their probabilities. Nothing was accumulated
-    // that a maximum would scale.
+    // The scores and the probabilities of a work tile's first tile. Whether to mask it is found while the scores are computed. There is nothing to
+    // rescale yet.
     DEVICE void begin(const Team& team, const WorkTile& work_tile, const Row* rows, u32 block) {
         const ForwardParams& p = team.params.forward;
         if (!STARTS_EARLY) {
@@ -210,7 +211,7 @@ struct OverlappedStream {
             const FullBlocks full(p, *opaque(&work_tile));
             const bool masked = full.is_masked_tile(p, work_tile, block);
             const TileRows tile = {rows, block * BLOCK_N};
-            // Biases branch, and the compiler waits for products where it branches.
+            // Biases branch between products and their wait.
             if constexpr (Scoring::HAS_BIAS) {
                 multiply(team);
                 softmax(p, tile, masked, RESCALE_THRESHOLD);

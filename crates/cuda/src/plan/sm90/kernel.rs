@@ -172,8 +172,8 @@ impl Sm90Kernel {
     }
 
     /// Tiles of keys in shared memory: one more than of values where those are two and there is room for it, but not for rows of q of a second work
-    /// tile. It pays in kernels without biases, which let keys go late, and of one or two warpgroups with rows of their own. Beside rows of q of two
-    /// work tiles it gained nothing.
+    /// tile. It pays in kernels without biases, since these let keys go late, and of one or two warpgroups with rows of their own. Beside rows of q of
+    /// two work tiles it gained nothing. With NVRTC before 12.9 kernels do not use it.
     #[must_use]
     pub const fn key_stages(&self) -> usize {
         let Sm90Tile { warpgroups, stages, shares_rows, .. } = self.tile;
