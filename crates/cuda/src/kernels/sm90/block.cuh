@@ -523,9 +523,13 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, St
     const ListedTile& listed = team.memory.listed[tile_at.stage()];
     const WorkTile& work_tile = listed.work_tile;
     OnlineSoftmax& acc = stream.acc;
+    auto row_ends = [&] {
+        if constexpr (Stream::ENDS_EARLY) return stream.ends;
+        else return reduce_and_end_rows(p, work_tile, team.first_row, acc);
+    };
     if constexpr (DTYPE != F32)
         if (work_tile.splits <= 1 && has_vector_columns(p, work_tile) &&
-            store_if_finite(p, work_tile, team.first_row, acc, stream.row_ends(team, work_tile)))
+            store_if_finite(p, work_tile, team.first_row, acc, row_ends()))
             return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask(p, work_tile)));
     if (recompute) recompute_out(p, work_tile, team.first_row, listed.rows + team.first_row, acc);
@@ -536,8 +540,8 @@ DEVICE void end_work_tile(const Team& team, const RingStage<LISTED>& tile_at, St
 
 // Computes this block's work tiles.
 //
-// `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale; `rows` are the warp's. `Stream::row_ends(team, work_tile)`
-// returns their ends; kernels of f32 do not need it.
+// `Stream::compute(team, work_tile, blocks, rows)` computes the output of one, up to its scale; `rows` are the warp's. A stream that ENDS_EARLY also leaves
+// the ends of the rows in `ends`.
 //
 // A stream that STARTS_EARLY starts the first scores of a work tile by `start(team)` before the rows of the one before are stored. After the last work
 // tile it starts scores of whatever keys are in shared memory, and drops them: products that a branch starts are waited for at its end.

@@ -10,7 +10,8 @@ static_assert(DTYPE == F32 && TERMS == 3 && VALUE_TEAMS == 1);
 
 // A team's state: its place in the rings, and what it has in registers.
 struct F32Stream {
-    static constexpr bool STARTS_EARLY = false;
+    static constexpr bool STARTS_EARLY = false, ENDS_EARLY = false;
+
     RingStage<K_STAGES> k_at;
     RingStage<STAGES> v_at;
     OnlineSoftmax acc;

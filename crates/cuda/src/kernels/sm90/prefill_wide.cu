@@ -11,7 +11,8 @@ constexpr int ROWS_BARRIER = TURN_BARRIER;
 
 // A team's state: its place in the rings, and what it has in registers.
 struct WideStream {
-    static constexpr bool STARTS_EARLY = false;
+    static constexpr bool STARTS_EARLY = false, ENDS_EARLY = false;
+
     RingStage<K_STAGES> k_at;
     RingStage<STAGES> v_at;
     OnlineSoftmax acc;
@@ -101,10 +102,6 @@ struct WideStream {
         exponentiate_and_rescale(acc, scores, scale, rescale);
         share_probs(team);
         multiply_values(team);
-    }
-
-    DEVICE RowEnds row_ends(const Team& team, const WorkTile& work_tile) const {
-        return reduce_and_end_rows(team.params.forward, work_tile, team.first_row, acc);
     }
 
     DEVICE void compute(const Team& team, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
