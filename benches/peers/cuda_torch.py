@@ -32,7 +32,7 @@ except ImportError:
     flashtile = None
 
 BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-# Of replays, for each that is measured.
+# Replays take SECONDS per implementation on average, in at least MIN_ROUNDS rounds and at most MAX_ROUNDS.
 SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.15, 24, 200
 # Each answer is rounded to bf16, and so are the probabilities.
 TOLERANCE = 1e-2
