@@ -77,7 +77,8 @@ struct F32Stream {
         return __any_sync(ALL_LANES, !(zero[0] + zero[1] == 0.f));
     }
 
-    // Recomputes a tile's scores by mma.sync, for the warp's rows.
+    // Recomputes a tile's infinite and NaN scores by mma.sync, for the warp's rows. The others keep their bits: an infinity or NaN of a key changes no
+    // bit of rows that do not see it.
     DEVICE void recompute_scores(const Team& team, const WorkTile& work_tile, u32 key0) {
         const ForwardParams& p = team.params.forward;
         const KvSource source(p, work_tile);
@@ -89,7 +90,7 @@ struct F32Stream {
             for (int m = 0; m < QK_MMA_N; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if (m == n) scores[0][m][i] = products[0][i];
+                    if (m == n && !(fabsf(scores[0][m][i]) < INF)) scores[0][m][i] = products[0][i];
         }
     }
 

@@ -168,8 +168,8 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
     }
 }
 
-// Replaces acc.out. If sums can overflow, finite values are multiplied by SHRINK first. `rows` are the warp's, from the work tile's row
-// `first_row` on.
+// Replaces the infinities and NaN of acc.out. Other elements keep their bits, so that a key's NaN changes nothing in rows that do not see it. If
+// sums can overflow, all elements become sums of values times SHRINK. `rows` are the warp's, from the work tile's row `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
     WarpRows warp = {first_row, rows};
@@ -183,6 +183,9 @@ DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32
         for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (n / RECOMPUTE_MMA_N * RECOMPUTE_MMA_N == first_n) acc.out[0][n][i] = out[n % RECOMPUTE_MMA_N][i];
+                if (n / RECOMPUTE_MMA_N * RECOMPUTE_MMA_N == first_n) {
+                    float& x = acc.out[0][n][i];
+                    x = fabsf(x) < INF ? x * (CAN_OVERFLOW ? SHRINK : 1.f) : out[n % RECOMPUTE_MMA_N][i];
+                }
     }
 }
