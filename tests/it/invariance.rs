@@ -242,7 +242,7 @@ fn reach_runners() -> Vec<Box<dyn Runner>> {
 /// Overwrites each key or value in turn, and compares the rows that change with the rows that see it.
 ///
 /// The rows that do not see it keep their bits. For values this is not so with wgmma, which passes them to all rows of a tile: such rows are
-/// computed again in another way, and must be within the limits.
+/// recomputed in another order, and must be within the limits.
 fn reach(value: f32, operand: Operand) {
     let (mut by_bits, mut by_limits) = (0, 0);
     for case in reach_cases() {
