@@ -1,14 +1,16 @@
 //! What the bits of an answer must not depend on, and how far a NaN may reach.
 
 use crate::support::{
-    Row, all_runners, answer, build, copy, cuda_runners, fill, options, row_bits, rows, runners, seers,
+    Row, all_runners, answer, build, copy, cuda, fill, options, row_bits, rows, runners, seers,
 };
-use flashtile::plan::Sm80Tile;
+use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility, reference};
 use flashtile_testkit::{
-    Answer, Case, CaseData, CpuRunner, GuardedMask, MaskFill, Prepared, Runner, catalogue,
+    Answer, Case, CaseData, CpuRunner, CudaRunner, Failure, GuardedMask, MaskFill, Prepared, Runner,
+    catalogue,
 };
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn pool(threads: usize) -> rayon::ThreadPool {
@@ -229,61 +231,93 @@ enum Operand {
     Values,
 }
 
-/// All runners, on a device with wgmma also its kernels that use mma.sync.
+/// All runners; on a device with wgmma also kernels that the planner does not choose for problems this small, with and without wgmma.
 fn reach_runners() -> Vec<Box<dyn Runner>> {
     let mut all: Vec<_> =
         [options(None, true), options(None, false)].into_iter().flat_map(all_runners).collect();
-    for runner in cuda_runners().into_iter().filter(|runner| runner.cuda.facts().wgmma) {
-        all.push(Box::new(runner.tiled(Sm80Tile::new(4, 1, 1, 32, 2))));
+    if let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) {
+        let tiled = |tile: CudaTile| CudaRunner::new(cuda.clone()).tiled(tile);
+        for runner in [
+            tiled(Sm80Tile::new(4, 1, 1, 32, 2).into()),
+            tiled(Sm90Tile::new(2, 64, 2).into()),
+            tiled(Sm90Tile::new(4, 64, 4).into()).with(options(Some(2), true)),
+            tiled(Sm90Tile::wide(1).into()),
+        ] {
+            all.push(Box::new(runner));
+        }
     }
     all
 }
 
-/// Overwrites each key or value in turn, and compares the rows that change with the rows that see it.
+/// The tensors of `clean`, with some columns of row `[batch, kv_head, row]` of an operand overwritten.
+fn spoil(
+    clean: &CaseData,
+    operand: Operand,
+    [b, h, row]: Row,
+    columns: Range<usize>,
+    value: f32,
+) -> CaseData {
+    let mut spoiled = clean.clone();
+    let target = match operand {
+        Operand::Keys => &mut spoiled.k,
+        Operand::Values => &mut spoiled.v,
+    };
+    for d in columns {
+        target.set([b, h, row, d], value);
+    }
+    spoiled
+}
+
+/// Overwrites each key or value in turn, and compares the rows that change with the rows that see it. An infinity in a key may change none of them:
+/// a score of `-inf` hides a key, as one far below others does.
 ///
 /// The rows that do not see it keep their bits. For values this is not so with wgmma, which passes them to all rows of a tile: such rows are
 /// recomputed in another order, and must be within the limits.
 fn reach(value: f32, operand: Operand) {
-    let (mut by_bits, mut by_limits) = (0, 0);
+    let (mut by_bits, mut by_limits, mut of_16_bits) = (0, 0, 0);
     for case in reach_cases() {
         let clean = build(&case);
         let dims = *clean.problem.dims();
+        let width = if operand == Operand::Keys { dims.head_dim } else { dims.value_dim };
         for runner in reach_runners() {
-            let before = answer(&clean, &*runner);
-            let keeps_bits = operand == Operand::Keys || !before.ran.plan.contains("wgmma");
+            let before = match clean.run(&*runner) {
+                Err(Failure::Skipped(_)) => continue,
+                before => before.unwrap_or_else(|failure| panic!("{}: {failure}", runner.name())),
+            };
+            let wgmma = before.ran.plan.contains("wgmma");
+            of_16_bits += usize::from(wgmma && clean.problem.dtype() != Dtype::F32);
             for s in clean.problem.sequences() {
                 for row in s.kv_start..s.kv_start + s.kv_len {
-                    let kv_head = row % dims.kv_heads;
-                    let mut spoiled = clean.clone();
-                    let target = match operand {
-                        Operand::Keys => &mut spoiled.k,
-                        Operand::Values => &mut spoiled.v,
-                    };
-                    for d in 0..target.shape()[3] {
-                        target.set([s.batch, kv_head, row, d], value);
-                    }
+                    let at = [s.batch, row % dims.kv_heads, row];
+                    let spoiled = spoil(&clean, operand, at, 0..width, value);
                     let after = answer(&spoiled, &*runner);
                     let changed: BTreeSet<Row> = rows(&clean.problem)
                         .filter(|&r| {
                             row_bits(&clean.problem, &before, r) != row_bits(&clean.problem, &after, r)
                         })
                         .collect();
-                    let expected = seers(&clean, [s.batch, kv_head, row]);
-                    let at = || format!("{}: {value} in row {row}, {}", case.name, runner.name());
-                    if keeps_bits {
-                        assert_eq!(changed, expected, "{}", at());
+                    let expected = seers(&clean, at);
+                    let name = format!("{}: {value} in row {row}, {}", case.name, runner.name());
+                    if operand == Operand::Keys && value.is_infinite() {
+                        assert!(changed.is_subset(&expected), "{name}: {changed:?}, not {expected:?}");
+                        by_bits += 1;
+                    } else if operand == Operand::Keys || !wgmma {
+                        assert_eq!(changed, expected, "{name}");
                         by_bits += 1;
                     } else {
-                        assert!(changed.is_superset(&expected), "{}: {changed:?}", at());
+                        assert!(changed.is_superset(&expected), "{name}: {changed:?}, not {expected:?}");
                         let oracle = reference::attention(&spoiled.problem, &spoiled.inputs()).unwrap();
                         let checked = Prepared::of(spoiled, oracle).check(&after);
-                        checked.unwrap_or_else(|failure| panic!("{}: {failure}", at()));
+                        checked.unwrap_or_else(|failure| panic!("{name}: {failure}"));
+                        let column = row % width;
+                        let after = answer(&spoil(&clean, operand, at, column..column + 1, value), &*runner);
+                        other_columns_keep_their_bits(&before, &after, column, &expected, &name);
                         by_limits += 1;
                     }
                     if value.is_nan() {
                         for &[b, h, i] in &expected {
                             let nan = (0..dims.value_dim).all(|d| after.out.get([b, h, i, d]).is_nan());
-                            assert!(nan, "{}: NaN in row {row} is lost in {:?}", case.name, [b, h, i]);
+                            assert!(nan, "{name} is lost in {:?}", [b, h, i]);
                         }
                     }
                 }
@@ -291,6 +325,28 @@ fn reach(value: f32, operand: Operand) {
         }
     }
     println!("{by_bits} answers by their bits, {by_limits} by their limits");
+    if cuda().is_some_and(|cuda| cuda.facts().wgmma) {
+        assert!(
+            of_16_bits >= 12 && (by_limits > 0) == (operand == Operand::Values),
+            "{of_16_bits}, {by_limits}"
+        );
+    }
+}
+
+/// Whether rows that are not `expected` to change have the same bits in all columns but one.
+fn other_columns_keep_their_bits(
+    before: &Answer,
+    after: &Answer,
+    column: usize,
+    expected: &BTreeSet<Row>,
+    name: &str,
+) {
+    for index @ [b, h, i, d] in before.out.indices() {
+        if d != column && !expected.contains(&[b, h, i]) {
+            let [before, after] = [before, after].map(|answer| answer.out.get(index));
+            assert_eq!(before.to_bits(), after.to_bits(), "{name}: column {column} changes {index:?}");
+        }
+    }
 }
 
 #[test]
@@ -301,6 +357,11 @@ fn nan_in_a_key_reaches_the_rows_that_see_it_and_no_others() {
 #[test]
 fn nan_in_a_value_reaches_the_rows_that_see_it_and_no_others() {
     reach(f32::NAN, Operand::Values);
+}
+
+#[test]
+fn infinity_in_a_key_reaches_no_row_that_does_not_see_it() {
+    reach(f32::INFINITY, Operand::Keys);
 }
 
 #[test]

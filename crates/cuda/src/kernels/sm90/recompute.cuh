@@ -1,5 +1,5 @@
-// Recomputes the output of a warp's rows if it may be wrong: a product passes a value's infinity or NaN to every row, even rows that do not see
-// its key, and sums of bf16 and f32 values may overflow where their means do not.
+// Recomputes the elements of a warp's output that are not finite, since they may be wrong: a product passes a value's infinity or NaN to every
+// row, even rows that do not see its key, and sums of bf16 and f32 values may overflow where their means do not.
 //
 // This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16 keys; of f32 8, permuted
 // as lanes hold them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
@@ -168,8 +168,8 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
     }
 }
 
-// Replaces the infinities and NaN of acc.out. Other elements keep their bits, so that a key's NaN changes nothing in rows that do not see it. If
-// sums can overflow, all elements become sums of values times SHRINK. `rows` are the warp's, from the work tile's row `first_row` on.
+// Replaces the infinities and NaN of acc.out; other elements stay, so that a key's NaN changes nothing in rows that do not see it. If sums can
+// overflow, all elements are then sums of values times SHRINK. `rows` are the warp's, from the work tile's row `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
     WarpRows warp = {first_row, rows};
