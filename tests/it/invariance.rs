@@ -199,6 +199,7 @@ fn reach_cases() -> Vec<Case> {
         of("bf16 window", [1, 1, 1, 40, 60, 16, 16], Dtype::BF16)
             .seeing(Visibility::window(Some(5), Some(2)))
             .at(QOffset::At(9)),
+        of("wide", [1, 1, 1, 9, 40, 8, 260], Dtype::F16).causal(QOffset::At(20)),
         of("across blocks", [1, 1, 1, 30, 300, 8, 8], Dtype::F32).causal(QOffset::At(240)),
         of("bool mask", [1, 2, 2, 20, 33, 8, 8], Dtype::F32).mask(MaskKind::Bool, "h", random),
         of("additive mask", [1, 2, 1, 20, 33, 8, 8], Dtype::F16).mask(
@@ -240,7 +241,8 @@ fn reach_runners() -> Vec<Box<dyn Runner>> {
         for runner in [
             tiled(Sm80Tile::new(4, 1, 1, 32, 2).into()),
             tiled(Sm90Tile::new(2, 64, 2).into()),
-            tiled(Sm90Tile::new(4, 64, 4).into()).with(options(Some(2), true)),
+            tiled(Sm90Tile::new(2, 16, 4).into()).with(options(Some(2), true)),
+            tiled(Sm90Tile::new(4, 64, 4).into()),
             tiled(Sm90Tile::wide(1).into()),
         ] {
             all.push(Box::new(runner));
@@ -327,7 +329,7 @@ fn reach(value: f32, operand: Operand) {
     println!("{by_bits} answers by their bits, {by_limits} by their limits");
     if cuda().is_some_and(|cuda| cuda.facts().wgmma) {
         assert!(
-            of_16_bits >= 12 && (by_limits > 0) == (operand == Operand::Values),
+            of_16_bits >= 10 && (by_limits > 0) == (operand == Operand::Values),
             "{of_16_bits}, {by_limits}"
         );
     }
@@ -387,9 +389,12 @@ fn infinity_anywhere_gives_what_the_oracle_gives() {
                 let mut prepared = Prepared::new(&case).unwrap();
                 prepared.built = built;
                 prepared.expected = expected;
-                for runner in all_runners(options(None, true)) {
-                    if let Err(failure) = prepared.run(&*runner) {
-                        panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which]);
+                for runner in reach_runners() {
+                    match prepared.run(&*runner) {
+                        Ok(_) | Err(Failure::Skipped(_)) => {}
+                        Err(failure) => {
+                            panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which])
+                        }
                     }
                 }
             }
