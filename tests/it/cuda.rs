@@ -4,7 +4,7 @@
 
 mod session;
 
-use crate::support::{answer, build, cuda, cuda_runners, options};
+use crate::support::{answer, build, cuda, cuda_runners, cuda_with_wgmma, options};
 use flashtile::cache::KeyMean;
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{
@@ -182,7 +182,7 @@ fn every_tile_is_within_the_limits() {
 /// The planner gives short sequences to other kernels: here the kernels for compute capability 9.0 compute all.
 #[test]
 fn the_catalogue_passes_with_tiles_of_wgmma() {
-    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+    let Some(cuda) = cuda_with_wgmma() else {
         return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
     };
     let mut cases = catalogue();
@@ -239,7 +239,7 @@ fn the_catalogue_passes_with_tiles_of_wgmma() {
 /// tile has rows.
 #[test]
 fn tiles_of_wgmma_have_any_number_of_splits() {
-    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+    let Some(cuda) = cuda_with_wgmma() else {
         return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
     };
     // A tile of 128 rows, and one of a single row.
@@ -283,7 +283,7 @@ fn tiles_of_wgmma_have_any_number_of_splits() {
 
 #[test]
 fn blocks_of_threads_take_work_tiles_from_a_queue() {
-    let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) else {
+    let Some(cuda) = cuda_with_wgmma() else {
         return println!("SKIPPED, nothing ran on a GPU: no device with wgmma");
     };
     // A fourth more tiles than blocks of threads, of which the last are cut, and three of unequal length for each block.

@@ -1,13 +1,14 @@
 //! What the bits of an answer must not depend on, and how far a NaN may reach.
 
 use crate::support::{
-    Row, all_runners, answer, build, copy, cuda, fill, options, row_bits, rows, runners, seers,
+    Row, all_runners, answer, build, copy, cuda_with_wgmma, fill, options, row_bits, rows, runners, seers,
 };
 use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile};
-use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility, reference};
+use flashtile::{
+    CudaPlan, Dtype, MaskKind, Outputs, Problem, QOffset, Sequence, Sequences, Visibility, reference,
+};
 use flashtile_testkit::{
-    Answer, Case, CaseData, CpuRunner, CudaRunner, Failure, GuardedMask, MaskFill, Prepared, Runner,
-    catalogue,
+    Answer, Case, CaseData, CpuRunner, CudaRunner, GuardedMask, MaskFill, Prepared, Runner, catalogue,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -225,37 +226,52 @@ fn reach_cases() -> Vec<Case> {
     ]
 }
 
-/// Which tensor holds what spoils an answer.
+/// The tensor whose rows a test overwrites.
 #[derive(Clone, Copy, PartialEq)]
 enum Operand {
     Keys,
     Values,
 }
 
-/// All runners; on a device with wgmma also kernels that the planner does not choose for problems this small, with and without wgmma.
-fn reach_runners() -> Vec<Box<dyn Runner>> {
+/// All runners. On a device with wgmma also runners with tiles that the planner does not choose for problems this small, those that have a kernel for
+/// the problem.
+fn reach_runners(problem: &Problem) -> Vec<Box<dyn Runner>> {
     let mut all: Vec<_> =
         [options(None, true), options(None, false)].into_iter().flat_map(all_runners).collect();
-    if let Some(cuda) = cuda().filter(|cuda| cuda.facts().wgmma) {
-        let tiled = |tile: CudaTile| CudaRunner::new(cuda.clone()).tiled(tile);
-        for runner in [
-            tiled(Sm80Tile::new(4, 1, 1, 32, 2).into()),
-            tiled(Sm90Tile::new(2, 64, 2).into()),
-            tiled(Sm90Tile::new(2, 16, 4).into()).with(options(Some(2), true)),
-            tiled(Sm90Tile::new(4, 64, 4).into()),
-            tiled(Sm90Tile::wide(1).into()),
-        ] {
-            all.push(Box::new(runner));
+    if let Some(cuda) = cuda_with_wgmma() {
+        let tiles: [(CudaTile, _); 5] = [
+            (Sm80Tile::new(4, 1, 1, 32, 2).into(), None),
+            (Sm90Tile::new(2, 64, 2).into(), None),
+            (Sm90Tile::new(2, 16, 4).into(), Some(2)),
+            (Sm90Tile::new(4, 64, 4).into(), None),
+            (Sm90Tile::wide(1).into(), None),
+        ];
+        for (tile, splits) in tiles {
+            let options = options(splits, true);
+            if CudaPlan::with_tile(problem, cuda.facts(), options, tile).is_ok() {
+                all.push(Box::new(CudaRunner::new(cuda.clone()).tiled(tile).with(options)));
+            }
         }
     }
     all
 }
 
-/// The tensors of `clean`, with some columns of row `[batch, kv_head, row]` of an operand overwritten.
+/// One row of the keys and values: batch entry, key/value head, row of the tensor.
+type KvRow = [usize; 3];
+
+/// Every row of the keys that belongs to a sequence, in one head each.
+fn kv_rows(problem: &Problem) -> impl Iterator<Item = KvRow> {
+    let heads = problem.dims().kv_heads;
+    let rows = |s: &Sequence| (s.batch, s.kv_start..s.kv_start + s.kv_len);
+    let all = problem.sequences().iter().map(rows);
+    all.flat_map(move |(batch, rows)| rows.map(move |row| [batch, row % heads, row]))
+}
+
+/// The tensors of `clean`, with some columns of a row overwritten by `value`.
 fn spoil(
     clean: &CaseData,
     operand: Operand,
-    [b, h, row]: Row,
+    [b, h, row]: KvRow,
     columns: Range<usize>,
     value: f32,
 ) -> CaseData {
@@ -270,64 +286,64 @@ fn spoil(
     spoiled
 }
 
-/// Overwrites each key or value in turn, and compares the rows that change with the rows that see it. An infinity in a key may change none of them:
-/// a score of `-inf` hides a key, as one far below others does.
+/// The query rows whose bits differ between two answers.
+fn changed_rows(problem: &Problem, before: &Answer, after: &Answer) -> BTreeSet<Row> {
+    rows(problem).filter(|&row| row_bits(problem, before, row) != row_bits(problem, after, row)).collect()
+}
+
+/// Tensors with the oracle's answer.
+fn with_oracle(built: CaseData) -> Prepared {
+    let expected = reference::attention(&built.problem, &built.inputs()).unwrap();
+    Prepared::of(built, expected)
+}
+
+/// Overwrites each row of the keys or values in turn, and compares the query rows that change with those that see it.
 ///
-/// The rows that do not see it keep their bits. For values this is not so with wgmma, which passes them to all rows of a tile: such rows are
-/// recomputed in another order, and must be within the limits.
+/// A row that does not see it keeps its bits, except with values and wgmma, which passes a value's NaN to all rows of a tile: there, rows that do not
+/// see it are recomputed in another order, and must be within the limits. A row that sees an infinity in a key may keep its bits: a score of
+/// `-inf` hides the key, as a score far below the others does.
 fn reach(value: f32, operand: Operand) {
     let (mut by_bits, mut by_limits, mut of_16_bits) = (0, 0, 0);
     for case in reach_cases() {
         let clean = build(&case);
         let dims = *clean.problem.dims();
         let width = if operand == Operand::Keys { dims.head_dim } else { dims.value_dim };
-        for runner in reach_runners() {
-            let before = match clean.run(&*runner) {
-                Err(Failure::Skipped(_)) => continue,
-                before => before.unwrap_or_else(|failure| panic!("{}: {failure}", runner.name())),
-            };
+        for runner in reach_runners(&clean.problem) {
+            let before = answer(&clean, &*runner);
             let wgmma = before.ran.plan.contains("wgmma");
             of_16_bits += usize::from(wgmma && clean.problem.dtype() != Dtype::F32);
-            for s in clean.problem.sequences() {
-                for row in s.kv_start..s.kv_start + s.kv_len {
-                    let at = [s.batch, row % dims.kv_heads, row];
-                    let spoiled = spoil(&clean, operand, at, 0..width, value);
-                    let after = answer(&spoiled, &*runner);
-                    let changed: BTreeSet<Row> = rows(&clean.problem)
-                        .filter(|&r| {
-                            row_bits(&clean.problem, &before, r) != row_bits(&clean.problem, &after, r)
-                        })
-                        .collect();
-                    let expected = seers(&clean, at);
-                    let name = format!("{}: {value} in row {row}, {}", case.name, runner.name());
-                    if operand == Operand::Keys && value.is_infinite() {
-                        assert!(changed.is_subset(&expected), "{name}: {changed:?}, not {expected:?}");
-                        by_bits += 1;
-                    } else if operand == Operand::Keys || !wgmma {
-                        assert_eq!(changed, expected, "{name}");
-                        by_bits += 1;
-                    } else {
-                        assert!(changed.is_superset(&expected), "{name}: {changed:?}, not {expected:?}");
-                        let oracle = reference::attention(&spoiled.problem, &spoiled.inputs()).unwrap();
-                        let checked = Prepared::of(spoiled, oracle).check(&after);
-                        checked.unwrap_or_else(|failure| panic!("{name}: {failure}"));
-                        let column = row % width;
-                        let after = answer(&spoil(&clean, operand, at, column..column + 1, value), &*runner);
-                        other_columns_keep_their_bits(&before, &after, column, &expected, &name);
-                        by_limits += 1;
-                    }
-                    if value.is_nan() {
-                        for &[b, h, i] in &expected {
-                            let nan = (0..dims.value_dim).all(|d| after.out.get([b, h, i, d]).is_nan());
-                            assert!(nan, "{name} is lost in {:?}", [b, h, i]);
-                        }
+            for at in kv_rows(&clean.problem) {
+                let name = format!("{}: {value} in {at:?}, {}", case.name, runner.name());
+                let spoiled = spoil(&clean, operand, at, 0..width, value);
+                let after = answer(&spoiled, &*runner);
+                let changed = changed_rows(&clean.problem, &before, &after);
+                let expected = seers(&clean, at);
+                if operand == Operand::Values && wgmma {
+                    assert!(changed.is_superset(&expected), "{name}: {changed:?}, not {expected:?}");
+                    let checked = with_oracle(spoiled).check(&after);
+                    checked.unwrap_or_else(|failure| panic!("{name}: {failure}"));
+                    let column = at[2] % width;
+                    let after = answer(&spoil(&clean, operand, at, column..column + 1, value), &*runner);
+                    other_columns_keep_their_bits(&before, &after, column, &expected, &name);
+                    by_limits += 1;
+                } else if operand == Operand::Keys && value.is_infinite() {
+                    assert!(changed.is_subset(&expected), "{name}: {changed:?}, not {expected:?}");
+                    by_bits += 1;
+                } else {
+                    assert_eq!(changed, expected, "{name}");
+                    by_bits += 1;
+                }
+                if value.is_nan() {
+                    for &[b, h, i] in &expected {
+                        let nan = (0..dims.value_dim).all(|d| after.out.get([b, h, i, d]).is_nan());
+                        assert!(nan, "{name} is lost in {:?}", [b, h, i]);
                     }
                 }
             }
         }
     }
     println!("{by_bits} answers by their bits, {by_limits} by their limits");
-    if cuda().is_some_and(|cuda| cuda.facts().wgmma) {
+    if cuda_with_wgmma().is_some() {
         assert!(
             of_16_bits >= 10 && (by_limits > 0) == (operand == Operand::Values),
             "{of_16_bits}, {by_limits}"
@@ -335,7 +351,7 @@ fn reach(value: f32, operand: Operand) {
     }
 }
 
-/// Whether rows that are not `expected` to change have the same bits in all columns but one.
+/// Asserts that rows outside `expected` keep their bits in every column but `column`.
 fn other_columns_keep_their_bits(
     before: &Answer,
     after: &Answer,
@@ -385,16 +401,10 @@ fn infinity_anywhere_gives_what_the_oracle_gives() {
                     1 => built.v.set([s.batch, 0, row, 1], value),
                     _ => built.q.set([s.batch, 0, s.q_start, 1], value),
                 }
-                let expected = reference::attention(&built.problem, &built.inputs()).unwrap();
-                let mut prepared = Prepared::new(&case).unwrap();
-                prepared.built = built;
-                prepared.expected = expected;
-                for runner in reach_runners() {
-                    match prepared.run(&*runner) {
-                        Ok(_) | Err(Failure::Skipped(_)) => {}
-                        Err(failure) => {
-                            panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which])
-                        }
+                let prepared = with_oracle(built);
+                for runner in reach_runners(&prepared.built.problem) {
+                    if let Err(failure) = prepared.run(&*runner) {
+                        panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which]);
                     }
                 }
             }

@@ -59,6 +59,11 @@ pub(crate) fn cuda() -> Option<Cuda> {
     DEVICE.get_or_init(find).clone()
 }
 
+/// The first CUDA device, if its kernels multiply by wgmma.
+pub(crate) fn cuda_with_wgmma() -> Option<Cuda> {
+    cuda().filter(|cuda| cuda.facts().wgmma)
+}
+
 /// The CUDA device with aligned tensors, with tensors at odd addresses, and as a device whose thread blocks compute
 /// many work tiles.
 pub(crate) fn cuda_runners() -> Vec<CudaRunner> {
