@@ -88,6 +88,30 @@ fn bits(
     out.iter().map(|x| x.to_bits()).collect()
 }
 
+#[test]
+fn a_row_has_the_same_bits_among_any_number_of_rows() {
+    for (head_dim, value_dim, kv_len) in
+        [(16, 16, 40), (72, 64, 300), (64, 40, 257), (128, 128, 33), (40, 80, 1)]
+    {
+        let rows = |q_len: usize, causal: bool| {
+            let dims = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len, kv_len, head_dim, value_dim };
+            let mut desc = ProblemDesc::new(dims, Dtype::BF16);
+            if causal {
+                (desc.visibility, desc.q_offset) =
+                    (Visibility::causal(), Some(QOffset::At(kv_len as i64 / 2)));
+            }
+            desc
+        };
+        for (isa, causal) in PAIRS.into_iter().flat_map(|isa| [(isa, false), (isa, true)]) {
+            let many = bits(isa, &rows(40, causal), None, None, true);
+            for count in [1, 2, 3, 5, 16, 17] {
+                let few = bits(isa, &rows(count, causal), None, None, true);
+                assert_eq!(few, many[..few.len()], "{isa}, {count} rows, D {head_dim}, causal {causal}");
+            }
+        }
+    }
+}
+
 fn desc(q_heads: usize, q_len: usize, kv_len: usize, offset: i64) -> ProblemDesc {
     let dims = Dims { batch: 1, q_heads, kv_heads: 1, q_len, kv_len, head_dim: 16, value_dim: 16 };
     let mut desc = ProblemDesc::new(dims, Dtype::BF16);

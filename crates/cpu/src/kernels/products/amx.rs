@@ -10,10 +10,10 @@ use super::{Products, pack_few_values};
 use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::matrix_unit::MatrixUnitGuard;
 use crate::kernels::operands::Operands;
-use crate::kernels::pack::{HeadRows, KeyVector};
+use crate::kernels::pack::{HeadRows, KeyVector, zero_rows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::Scores;
-use crate::simd::{Elem, LINES, Rows, Simd};
+use crate::simd::{Elem, LINES, Rows, Simd, Single};
 use flashtile_core::dtype::Dtype;
 use std::ops::Range;
 
@@ -25,6 +25,10 @@ pub(crate) const TILE_CHAINS: usize = 4;
 
 /// Keys of a step of `p . v`.
 const KEYS: usize = 2 * TILE;
+
+/// Rows up to which vectors multiply in the order of the unit, with its bits. One row leaves most of a tile empty, and tiles make no memory
+/// requests while they are multiplied; two rows are as fast either way, and more are faster in tiles.
+const FEW_ROWS: usize = 1;
 
 /// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading dimensions in bytes.
 #[derive(Clone, Copy)]
@@ -122,13 +126,25 @@ impl<S: MatrixUnit> Products<S> for Amx {
         scores: Scores,
         memory: *mut f32,
     ) {
+        let memory = StreamMemory::new(memory, scores.q.cols());
         // SAFETY: the caller's contract.
-        unsafe { StreamMemory::new(memory, scores.q.cols()).scores::<S>(keys, first, columns, scores) }
+        unsafe {
+            match scores.rows {
+                FEW_ROWS => memory.few_scores::<S, FEW_ROWS>(keys, first, columns, scores),
+                _ => memory.scores::<S>(keys, first, columns, scores),
+            }
+        }
     }
     #[inline(always)]
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
+        let whole_vectors = work.value_elements().tensor.shape()[3] == work.stride;
         // SAFETY: the caller's contract.
-        unsafe { pack_few_values::<S, Self>(work, tile, columns) }
+        unsafe {
+            match tile.rows.len() {
+                FEW_ROWS if whole_vectors => few_values::<S, FEW_ROWS, 4>(work, tile, columns),
+                _ => pack_few_values::<S, Self>(work, tile, columns),
+            }
+        }
     }
     #[inline(always)]
     unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
@@ -215,30 +231,120 @@ unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
     }
 }
 
+/// `p . v` of `N` rows with the values `columns`, as [`Products::stream_values`]: `C` vectors of each row at a time, in the order of
+/// [`MatrixUnit::product`].
+///
+/// # Safety
+/// As there; values are bf16 in whole vectors.
+#[inline(always)]
+unsafe fn few_values<S: MatrixUnit, const N: usize, const C: usize>(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    columns: &Range<usize>,
+) {
+    let mut walk = work.value_elements().prefetching_walk(tile.block * work.block_k + columns.start);
+    for step in columns.clone().step_by(KEYS) {
+        // SAFETY: the caller's contract: a row of probabilities has a pair for each two keys of a step.
+        unsafe {
+            let mut rows = [zero_rows()[0].cast::<u16>(); KEYS];
+            for key in 0..KEYS {
+                let row = walk.next::<S>();
+                if tile.columns.contains(&(step + key)) {
+                    rows[key] = row.cast();
+                }
+            }
+            let probs = work.scores.from(0, step / 2).as_mat();
+            let resume = step > columns.start || columns.start > tile.columns.start;
+            let mut column = 0;
+            while column + C * S::LANES <= work.stride {
+                few_columns::<S, N, C>(&rows, probs, column, work.block_out.from(0, column), resume);
+                column += C * S::LANES;
+            }
+            while column < work.stride {
+                few_columns::<S, N, 1>(&rows, probs, column, work.block_out.from(0, column), resume);
+                column += S::LANES;
+            }
+        }
+    }
+}
+
+/// Adds the products of `N` rows of probabilities and a step of values to `C` vectors of sums, which go on where they `resume`.
+///
+/// # Safety
+/// As [`few_values`]; `values` are the rows of a step, read from `column` on.
+#[inline(always)]
+unsafe fn few_columns<S: MatrixUnit, const N: usize, const C: usize>(
+    values: &[*const u16; KEYS],
+    probs: Mat,
+    column: usize,
+    sums: MatMut,
+    resume: bool,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let mut halves = [[[S::splat(0.0); 2]; C]; N];
+        for pair in 0..TILE {
+            let (even, odd) = (values[2 * pair].add(column), values[2 * pair + 1].add(column));
+            let mut v = [[S::splat(0.0); 2]; C];
+            for c in 0..C {
+                v[c] = [S::load_bf16(even.add(c * S::LANES)), S::load_bf16(odd.add(c * S::LANES))];
+            }
+            for r in 0..N {
+                let p = S::splat(*probs.at(r, pair));
+                let p = [S::shift_up_16(p), S::and(p, 0xffff_0000)];
+                for c in 0..C {
+                    halves[r][c][0] = S::fma(p[0], v[c][0], halves[r][c][0]);
+                    halves[r][c][1] = S::fma(p[1], v[c][1], halves[r][c][1]);
+                }
+            }
+        }
+        for r in 0..N {
+            for c in 0..C {
+                let to = sums.at(r, c * S::LANES);
+                let before = if resume { S::load(to) } else { S::splat(0.0) };
+                S::store(to, S::add(before, S::add(halves[r][c][0], halves[r][c][1])));
+            }
+        }
+    }
+}
+
 /// Memory of a task of few rows, in f32: transposed queries `[depth][TILE]`; scores of [`KEYS`] keys `[KEYS][TILE]`; rows of keys that cannot
-/// be used where they lie, `[KEYS][depth]`.
+/// be used where they lie, `[KEYS][depth]`; elements of the first queries as f32, `[FEW_ROWS][depth][2]`.
 #[derive(Clone, Copy)]
 struct StreamMemory {
     queries: *mut f32,
     scores: *mut f32,
     keys: *mut f32,
+    elements: *mut f32,
     depth: usize,
 }
 
 impl StreamMemory {
-    /// Takes `depth * (TILE + KEYS) + KEYS * TILE` elements from `memory`.
+    /// Takes `depth * (TILE + KEYS + 2 * FEW_ROWS) + KEYS * TILE` elements from `memory`.
     fn new(memory: *mut f32, depth: usize) -> Self {
         let queries = memory;
         let scores = queries.wrapping_add(depth * TILE);
-        Self { queries, scores, keys: scores.wrapping_add(KEYS * TILE), depth }
+        let keys = scores.wrapping_add(KEYS * TILE);
+        Self { queries, scores, keys, elements: keys.wrapping_add(KEYS * depth), depth }
     }
 
-    /// Transposes the first [`TILE`] packed queries.
+    /// Transposes the first [`TILE`] packed queries, and converts the first [`FEW_ROWS`] of them.
     ///
     /// # Safety
     /// As [`Simd`]; the memory and the queries are there.
     #[inline(always)]
     unsafe fn set_queries<S: Simd>(&self, q: Mat) {
+        for r in 0..FEW_ROWS {
+            for pair in 0..self.depth {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    let bits = (*q.at(r, pair)).to_bits();
+                    let to = self.elements.add(2 * (r * self.depth + pair));
+                    *to = f32::from_bits(bits << 16);
+                    *to.add(1) = f32::from_bits(bits & 0xffff_0000);
+                }
+            }
+        }
         for d in (0..self.depth).step_by(LINES) {
             // SAFETY: the caller's contract; the depth is a multiple of the lines.
             unsafe {
@@ -252,6 +358,75 @@ impl StreamMemory {
                 }
             }
         }
+    }
+
+    /// Scores of `N` rows, at most [`FEW_ROWS`], and keys `first + columns`, as [`Products::stream_scores`]: a vector of keys is
+    /// transposed and multiplied at once, in the order of [`MatrixUnit::product`].
+    ///
+    /// # Safety
+    /// As [`Products::stream_scores`], after [`StreamMemory::set_queries`].
+    #[inline(always)]
+    unsafe fn few_scores<S: MatrixUnit, const N: usize>(
+        &self,
+        src: HeadRows<'_>,
+        first: usize,
+        columns: &Range<usize>,
+        s: Scores,
+    ) {
+        const { assert!(TILE == 2 * LINES) };
+        let row_bytes = src.row_bytes();
+        for column in (columns.start / KEYS * KEYS..columns.end.next_multiple_of(KEYS)).step_by(S::LANES) {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let keys = KeyVector::new::<S>(src, first, column, columns);
+                let mut sums = [S::splat(0.0); N];
+                for step in (0..self.depth).step_by(TILE) {
+                    let mut halves = [[S::splat(0.0); 2]; N];
+                    for pair in [step, step + LINES] {
+                        let at = 4 * pair;
+                        if at + 4 * LINES <= row_bytes {
+                            let lines = keys.lines::<S, Single<f32>>(at);
+                            self.multiply_lines::<S, N>(&lines, pair, &mut halves);
+                        } else if at < row_bytes {
+                            let lines = keys.last_lines::<S, Single<f32>>(at);
+                            self.multiply_lines::<S, N>(&lines, pair, &mut halves);
+                        }
+                    }
+                    for r in 0..N {
+                        sums[r] = S::add(sums[r], S::add(halves[r][0], halves[r][1]));
+                    }
+                }
+                for r in 0..N {
+                    S::store(s.c.at(r, column), sums[r]);
+                }
+            }
+        }
+    }
+
+    /// Goes on with the chains of `N` rows over the pairs of some lines, from pair `first` of the depth on.
+    ///
+    /// # Safety
+    /// As [`StreamMemory::few_scores`].
+    #[inline(always)]
+    unsafe fn multiply_lines<S: MatrixUnit, const N: usize>(
+        &self,
+        lines: &[S::V; LINES],
+        first: usize,
+        halves: &mut [[S::V; 2]; N],
+    ) {
+        // Written out: as a loop, the lines would go through memory.
+        macro_rules! each {
+            ($($c:literal)*) => {{ $(
+                let (even, odd) = (S::shift_up_16(lines[$c]), S::and(lines[$c], 0xffff_0000));
+                for r in 0..N {
+                    let q = self.elements.add(2 * (r * self.depth + first + $c));
+                    halves[r][0] = S::fma(S::splat(*q), even, halves[r][0]);
+                    halves[r][1] = S::fma(S::splat(*q.add(1)), odd, halves[r][1]);
+                }
+            )* }};
+        }
+        // SAFETY: the caller's contract: the queries have these pairs.
+        unsafe { each!(0 1 2 3 4 5 6 7) }
     }
 
     /// Scores of at most [`TILE`] rows and keys `first + columns`, as [`Products::stream_scores`]: the product
