@@ -66,6 +66,7 @@ macro_rules! code_entries {
             }
             pub(super) const PHASES: CodePhases = CodePhases {
                 takes: <$C as CodeProducts<$S>>::takes,
+                takes_any_rows: <$C as CodeProducts<$S>>::TAKES_ANY_ROWS,
                 set_queries: <$C as CodeProducts<$S>>::set_queries,
                 scores,
                 values,

@@ -94,16 +94,16 @@ impl<'a> TaskState<'a> {
 
     /// Chooses how keys and values are read.
     ///
-    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: integer products round differently
-    /// from f32, so the choice must not depend on how rows are cut into tasks. It is made by the rows of the whole sequence;
-    /// a plan with shared prefixes packs all codes. Codes that no products take are packed however few the rows are.
+    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from those of
+    /// decoded rows, so the choice must not depend on how rows are cut into tasks. Integer products take any number of rows. For others, the
+    /// rows of the whole sequence decide, and a plan with shared prefixes packs all codes. Codes that no products take are packed however few
+    /// the rows are.
     fn with_paths(mut self) -> Self {
-        let multiplies_codes = self.cx.plan.multiplies_codes(self.sequence);
+        let few_rows = self.cx.plan.has_few_rows(self.sequence);
         let path_of_codes = |rows: CodeRows<'_>| {
-            if !multiplies_codes {
-                return Path::Packed;
-            }
-            let takes = |phases: &&CodePhases| (phases.takes)(rows.coder(), rows.dim());
+            let takes = |phases: &&CodePhases| {
+                (few_rows || phases.takes_any_rows) && (phases.takes)(rows.coder(), rows.dim())
+            };
             self.kernels.code_phases.iter().find(takes).map_or(Path::Packed, |phases| Path::Codes(*phases))
         };
         let path = |stored| match stored {
@@ -119,6 +119,10 @@ impl<'a> TaskState<'a> {
     #[inline]
     pub(super) fn place(&self, row: usize) -> (usize, usize) {
         let at = self.rows.first + row;
+        // Divisions take as long as a short row.
+        if self.gqa_group == 1 {
+            return (at, self.rows.kv_head);
+        }
         (at / self.gqa_group, self.rows.kv_head * self.gqa_group + at % self.gqa_group)
     }
 

@@ -120,7 +120,7 @@ pub(crate) enum Storage {
 pub(crate) struct Kernels {
     /// How `p . v` takes keys.
     pub(crate) key_steps: KeySteps,
-    /// Products of tasks of few rows with codes where they lie, the preferred ones first.
+    /// Products with codes where they lie, the preferred ones first.
     pub(crate) code_phases: &'static [CodePhases],
     /// Configures the thread's matrix unit, where products use one.
     pub(crate) configure: unsafe fn() -> MatrixUnitGuard,
@@ -143,6 +143,8 @@ pub(crate) struct Kernels {
 pub(crate) struct CodePhases {
     /// Whether rows of a coder and a dimension can be multiplied.
     pub(crate) takes: fn(&Coder, usize) -> bool,
+    /// Whether they take tasks of any number of rows, or those of sequences with few.
+    pub(crate) takes_any_rows: bool,
     pub(crate) set_queries: unsafe fn(&TaskState<'_>),
     pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) values: unsafe fn(&TaskState<'_>, &Tile),

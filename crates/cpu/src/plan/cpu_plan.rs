@@ -2,7 +2,9 @@
 
 use super::facts::CpuFacts;
 use super::schedule::{Choices, Level, PlannedPrefix, Schedule, Segments, TASKS_PER_THREAD};
-use super::sizes::{BLOCK_K, INTEGER_DIM_STEP, MASK_TILE_Q, MAX_TASKS, MAX_THREADS, STREAM_ROWS};
+use super::sizes::{
+    BLOCK_K, INTEGER_DIM_STEP, INTEGER_TASK_ROWS, MASK_TILE_Q, MAX_TASKS, MAX_THREADS, STREAM_ROWS,
+};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::Isa;
@@ -115,18 +117,24 @@ impl CpuPlan {
             return Err(Unsupported::Splits { got, max: max_blocks });
         }
 
-        // Rows whose scores of one block fill about half of the first-level cache.
-        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(tile.rows);
+        let integers = has_integer_products(problem, isa);
+        let row_step = if integers { STREAM_ROWS } else { tile.rows };
+        // Rows whose scores of one block fill about half of the first-level cache; of integer products, as many as they take.
+        let tile_rows = match integers {
+            true => STREAM_ROWS,
+            false => (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(row_step),
+        };
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
-        let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, 768);
+        let bound = if integers { INTEGER_TASK_ROWS } else { 768 };
+        let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, bound);
         let segments = Segments::of(problem);
         let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
         let task_rows =
             if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
-        let longest = segments.longest().max(1).next_multiple_of(tile.rows);
-        let task_rows = task_rows.min(longest).next_multiple_of(tile.rows);
+        let longest = segments.longest().max(1).next_multiple_of(row_step);
+        let task_rows = task_rows.min(longest).next_multiple_of(row_step);
 
         let most_tasks = segments.tasks(task_rows).saturating_mul(options.splits.unwrap_or(1));
         if most_tasks > MAX_TASKS {
@@ -154,6 +162,7 @@ impl CpuPlan {
                 value_stride,
                 panel: tile.vectors * isa.lanes(),
                 quantized,
+                integers,
             }),
             mask_tile_shape: None,
             workspace_bytes: 0,
@@ -249,19 +258,15 @@ impl CpuPlan {
         }
     }
 
-    /// Whether sequences of few rows multiply codes in integers of 16 bits. All other products with codes are in f32.
+    /// Whether codes of keys or values are multiplied in integers of 16 bits. All other products with codes are in f32.
     #[must_use]
     pub fn multiplies_integers(&self) -> bool {
-        let (problem, dims) = (&self.problem, self.problem.dims());
-        let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
-        self.isa == Isa::Avx512Vnni
-            && problem.sequences().iter().any(|s| self.multiplies_codes(s))
-            && (takes(problem.k_codec(), dims.head_dim) || takes(problem.v_codec(), dims.value_dim))
+        has_integer_products(&self.problem, self.isa)
     }
 
-    /// Whether tasks of a sequence multiply codes without decoding them, where the instruction set can: the sequence has few rows, and no
-    /// prefixes are shared.
-    pub(crate) fn multiplies_codes(&self, sequence: &Sequence) -> bool {
+    /// Whether a sequence has so few rows that its tasks multiply codes of a byte in f32 without decoding them to memory, where no prefixes are
+    /// shared.
+    pub(crate) fn has_few_rows(&self, sequence: &Sequence) -> bool {
         sequence.q_len * self.problem.dims().gqa_group() <= STREAM_ROWS && self.prefixes().is_empty()
     }
 
@@ -358,6 +363,14 @@ pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
     isa.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
 }
 
+/// Whether an instruction set multiplies the codes of keys or of values in integers.
+fn has_integer_products(problem: &Problem, isa: Isa) -> bool {
+    let dims = problem.dims();
+    let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
+    isa == Isa::Avx512Vnni
+        && (takes(problem.k_codec(), dims.head_dim) || takes(problem.v_codec(), dims.value_dim))
+}
+
 /// The tile of a product that the registers of an instruction set hold.
 #[derive(Clone, Copy)]
 pub(crate) struct RegisterTile {
@@ -395,11 +408,13 @@ struct ScratchSizes {
     /// Keys of a packed panel.
     panel: usize,
     quantized: bool,
+    /// Whether codes are multiplied in integers.
+    integers: bool,
 }
 
 impl ScratchLayout {
     fn new(sizes: &ScratchSizes) -> Self {
-        let &ScratchSizes { task_rows, tile_rows, depth, value_stride, panel, quantized } = sizes;
+        let &ScratchSizes { task_rows, tile_rows, depth, value_stride, panel, quantized, integers } = sizes;
         let mut len = 0;
         // Regions start on cache lines.
         let mut region = |floats: usize| {
@@ -419,7 +434,11 @@ impl ScratchLayout {
             acc: region(task_rows * value_stride),
             stats: region(2 * row_stats + 2 * tile_stats),
             mean_scores: region(if quantized { row_stats } else { 0 }),
-            codes: region(if quantized { code_scratch(depth) } else { 0 }),
+            codes: region(match (quantized, integers) {
+                (false, _) => 0,
+                (true, false) => decoded_scratch(depth),
+                (true, true) => decoded_scratch(depth).max(integer_scratch(task_rows)),
+            }),
             row_stats,
             tile_stats,
             len,
@@ -427,12 +446,15 @@ impl ScratchLayout {
     }
 }
 
-/// f32 that decoded rows of codes take, or operands in integers.
-const fn code_scratch(depth: usize) -> usize {
-    // 16 keys in f32; or integers: two bytes an element, a factor and a start for each query, two bytes a key and a factor for its probabilities.
-    let decoded = 16 * depth;
-    let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
-    if decoded > integers { decoded } else { integers }
+/// f32 that 16 decoded rows of codes take.
+const fn decoded_scratch(depth: usize) -> usize {
+    16 * depth
+}
+
+/// f32 that operands in integers take: two bytes an element, a factor and a start for each query of a task; two bytes a key and a factor for
+/// the probabilities of each row of a tile.
+const fn integer_scratch(task_rows: usize) -> usize {
+    task_rows.next_multiple_of(STREAM_ROWS) * (MAX_HEAD_DIM / 2 + 2) + STREAM_ROWS * (BLOCK_K / 2 + 1)
 }
 
 impl std::fmt::Display for CpuPlan {

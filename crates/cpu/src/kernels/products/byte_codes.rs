@@ -46,6 +46,9 @@ pub(crate) trait ByteLanes: Simd {
 pub(crate) struct ByteCodes;
 
 impl<S: ByteLanes> CodeProducts<S> for ByteCodes {
+    // More rows are faster over a block that is decoded once.
+    const TAKES_ANY_ROWS: bool = false;
+
     fn takes(coder: &Coder, dim: usize) -> bool {
         let bytes = coder.is_fp8() || coder.is_integer() && coder.levels().is_none();
         bytes && dim.is_multiple_of(GROUP)

@@ -1,4 +1,4 @@
-//! Products with codes where they lie, for tasks of few rows: what they are, and how they find the codes of a block.
+//! Products with codes where they lie: what they are, and how they find the codes of a block.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,7 @@ use crate::kernels::state::{TaskState, Tile};
 use crate::simd::Simd;
 use flashtile_core::codec::{Coder, RowLayout};
 
-/// Products of a task of few rows with codes where they lie, on vectors of `S`.
+/// Products of a task with codes where they lie, on vectors of `S`. A tile has at most [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows.
 ///
 /// # Safety
 /// Contract of every unsafe method:
@@ -17,6 +17,9 @@ use flashtile_core::codec::{Coder, RowLayout};
 ///   [`CodeProducts::values`], the probabilities of the tile are there.
 /// - The keys and values of the tile's columns exist.
 pub(crate) trait CodeProducts<S: Simd> {
+    /// Whether a task may have any number of rows; else its sequence has at most as many as a tile.
+    const TAKES_ANY_ROWS: bool;
+
     /// Whether rows of `dim` codes can be multiplied.
     fn takes(coder: &Coder, dim: usize) -> bool;
 

@@ -66,6 +66,9 @@ pub(crate) trait IntegerLanes: Simd {
 pub(crate) struct Vnni;
 
 impl<S: IntegerLanes> CodeProducts<S> for Vnni {
+    // Integers are multiplied so fast that finding levels again for each tile costs less than decoding them once.
+    const TAKES_ANY_ROWS: bool = true;
+
     fn takes(coder: &Coder, dim: usize) -> bool {
         coder.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP)
     }
@@ -81,9 +84,9 @@ impl<S: IntegerLanes> CodeProducts<S> for Vnni {
             let block = BlockGroups::new(k, tile.block * work.block_k, tile, work.packed_k.cast());
             S::integer_scores(&IntegerScores {
                 keys: block.codes(k.coder()),
-                q: operands.q,
-                start: operands.start,
-                q_factors: operands.q_factors,
+                q: operands.q.add(tile.rows.start * 2 * MAX_HEAD_DIM),
+                start: operands.start.add(tile.rows.start),
+                q_factors: operands.q_factors.add(tile.rows.start),
                 count: tile.rows.len(),
                 c: work.scores.from(0, block.start),
             });
@@ -106,7 +109,8 @@ impl<S: IntegerLanes> CodeProducts<S> for Vnni {
     }
 }
 
-/// What [`IntegerScores`] and [`IntegerValues`] read, in the task's memory for codes.
+/// What [`IntegerScores`] and [`IntegerValues`] read, in the task's memory for codes: queries of the whole task, which has whole tiles of
+/// [`STREAM_ROWS`] rows, and probabilities of one tile.
 #[derive(Clone, Copy)]
 struct IntegerOperands {
     q: *mut i8,
@@ -118,10 +122,11 @@ struct IntegerOperands {
 
 impl IntegerOperands {
     fn of(work: &TaskState<'_>) -> Self {
+        let rows = work.cx.plan.task_rows().next_multiple_of(STREAM_ROWS);
         let q = work.codes.cast::<i8>();
-        let q_factors: *mut f32 = q.wrapping_add(STREAM_ROWS * 2 * MAX_HEAD_DIM).cast();
-        let start = q_factors.wrapping_add(STREAM_ROWS).cast::<i32>();
-        let p_factors = start.wrapping_add(STREAM_ROWS).cast::<f32>();
+        let q_factors: *mut f32 = q.wrapping_add(rows * 2 * MAX_HEAD_DIM).cast();
+        let start = q_factors.wrapping_add(rows).cast::<i32>();
+        let p_factors = start.wrapping_add(rows).cast::<f32>();
         let p = p_factors.wrapping_add(STREAM_ROWS).cast();
         Self { q, q_factors, start, p_factors, p }
     }
