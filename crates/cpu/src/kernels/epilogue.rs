@@ -25,10 +25,13 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
             let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
             let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
             let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
-            let (scale, lse) = normalizer(max, sum, sink, shift);
+            let (scale, lse) = normalizer(max, sum, sink, shift, !work.cx.lse.is_null());
             let row = work.sequence.q_start + i;
             let dst = out.row(work.sequence.batch, h, row);
             let acc = work.acc.at(r, 0);
+            if sum == 0.0 {
+                std::ptr::write_bytes(acc, 0, work.stride);
+            }
             if let KvView::Codes(codes) = &work.cx.inputs.v
                 && let Some(rotation) = codes.coder().rotation()
             {
@@ -52,15 +55,17 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
     }
 }
 
-/// Factor of the accumulated values, and the logsumexp: from a row's maximum and sum in units of log2, the sink's logit (`-inf`
-/// without one), and the shift that all scores lack.
+/// Factor of the accumulated values, and the logsumexp where it `has_lse`: from a row's maximum and sum in units of log2, the sink's logit
+/// (`-inf` without one), and the shift that all scores lack.
 #[inline]
-fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
+fn normalizer(max: f64, sum: f64, sink: f64, shift: f64, has_lse: bool) -> (f32, f32) {
     if sum == 0.0 {
         return (0.0, sink as f32);
     }
     if sink == f64::NEG_INFINITY {
-        return ((1.0 / sum) as f32, (softmax::from_log2(max) + shift + sum.ln()) as f32);
+        // A logarithm takes as long as a short row.
+        let lse = if has_lse { (softmax::from_log2(max) + shift + sum.ln()) as f32 } else { 0.0 };
+        return ((1.0 / sum) as f32, lse);
     }
     let sink_log2 = softmax::to_log2(sink - shift);
     let row_max = max.max(sink_log2);

@@ -21,9 +21,20 @@ pub(crate) enum MaskTile {
     Partial,
 }
 
+/// Elements that are judged together: enough for whole vectors, few enough that a dense bias is told from the first of them.
+const CHUNK: usize = 64;
+
 impl MaskTile {
     pub(crate) fn and(self, other: Self) -> Self {
         if self == other { self } else { Self::Partial }
+    }
+
+    /// The effect of several masks together; stops at the first that decides it.
+    fn of_all(mut tiles: impl Iterator<Item = Self>) -> Self {
+        match tiles.next() {
+            Some(first) if first != Self::Partial && tiles.all(|tile| tile == first) => first,
+            _ => Self::Partial,
+        }
     }
 }
 
@@ -58,20 +69,42 @@ impl MaskTable<'_> {
         let all = heads.flat_map(|h| {
             tiles.clone().map(move |t| ((plane + h) * self.q_tiles + t) * self.k_blocks + block)
         });
-        all.map(|at| self.mask_tiles[at]).reduce(MaskTile::and).unwrap_or(MaskTile::Partial)
+        MaskTile::of_all(all.map(|at| self.mask_tiles[at]))
     }
+}
+
+/// Requests the mask over some keys of a row into the second-level cache. Rows of a mask lie far apart, which hardware does not follow.
+pub(super) fn prefetch(row: MaskRow<'_>, keys: Range<usize>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        const LINE: usize = 64;
+        let bytes = match row.kind() {
+            MaskKind::Bool => 1,
+            MaskKind::Additive(dtype) => dtype.bytes(),
+        };
+        let (start, end) = (row.step() * keys.start * bytes, row.step() * keys.end * bytes);
+        for at in (start..end).step_by(LINE) {
+            // SAFETY: a prefetch reads no memory; every x86-64 processor has the instruction.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(row.ptr().wrapping_add(at).cast()) }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (row, keys);
 }
 
 /// The mask over one row of a tile; `hides` and `neutral` look at the bits of an element.
 fn row_tile<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -> bool) -> MaskTile {
-    // Counting vectorises, a search that stops early does not.
-    let hidden = row.iter().filter(|&&x| hides(x)).count();
-    let plain = row.iter().filter(|&&x| neutral(x)).count();
-    match row.len() {
-        n if hidden == n => MaskTile::Skip,
-        n if plain == n => MaskTile::Full,
-        _ => MaskTile::Partial,
-    }
+    // Counting vectorises, a search that stops at any element does not.
+    MaskTile::of_all(row.chunks(CHUNK).map(|chunk| {
+        let hidden = chunk.iter().filter(|&&x| hides(x)).count();
+        let plain = chunk.iter().filter(|&&x| neutral(x)).count();
+        match chunk.len() {
+            n if hidden == n => MaskTile::Skip,
+            n if plain == n => MaskTile::Full,
+            _ => MaskTile::Partial,
+        }
+    }))
 }
 
 /// The mask over some keys of a row: one element says it where the keys are broadcast.
@@ -100,7 +133,8 @@ unsafe fn span_tile(row: MaskRow<'_>, keys: Range<usize>) -> MaskTile {
     }
 }
 
-/// Reads the whole mask once and fills `memory` with its tiles, on the threads of the pool or, if `alone`, on this one.
+/// Fills `memory` with the tiles of a mask, on the threads of the pool or, if `alone`, on this one. Reads each tile as far as it takes to
+/// judge it: whole where it is skipped or full, and its first elements where it is a dense bias.
 pub(crate) fn mask_tiles<'a>(
     view: MaskView<'a>,
     sizes: &MaskTileShape,
@@ -121,7 +155,7 @@ pub(crate) fn mask_tiles<'a>(
                     // SAFETY: plane, row and keys are inside the mask's own axes, which the view's constructor checked.
                     unsafe { span_tile(view.row(plane / heads, plane % heads, i), span.clone()) }
                 };
-                *tile = rows.clone().map(of_row).reduce(MaskTile::and).unwrap_or(MaskTile::Partial) as u8;
+                *tile = MaskTile::of_all(rows.clone().map(of_row)) as u8;
             }
         };
         if alone {

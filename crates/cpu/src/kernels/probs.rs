@@ -25,10 +25,14 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
     // the tree has a column for each query of the sequence.
     unsafe {
         for r in 0..rows {
-            if whole && !modifies && tree.is_empty() {
-                break;
-            }
             let scores = work.scores.at(r, 0);
+            if tile.full && !modifies && tree.is_empty() {
+                if whole {
+                    break;
+                }
+                softmax::hide::<S>(scores, vectors.clone(), tile.columns.clone());
+                continue;
+            }
             let query = work.query(tile.rows.start + r);
             if modifies {
                 let mut modifiers = modifiers::<S, P>(work, tile, &query);
@@ -37,9 +41,11 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
                 }
                 softmax::modify::<S>(scores, vectors.clone(), &modifiers);
             }
-            let seen = work.visible_columns(query.sequence, query.position, tile.block);
-            let seen = seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end);
-            softmax::hide(scores, vectors.clone(), seen);
+            if !whole {
+                let seen = work.visible_columns(query.sequence, query.position, tile.block);
+                let seen = seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end);
+                softmax::hide::<S>(scores, vectors.clone(), seen);
+            }
             if let Some(row) = work.tree_row(&query).filter(|_| !tree.is_empty()) {
                 softmax::prune(scores, tree.clone(), row, tree_from);
             }

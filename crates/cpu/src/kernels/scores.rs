@@ -153,14 +153,19 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize,
 #[inline(always)]
 pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
     let depth = depth::<S, P>(work.head_dim());
-    let width = S::VECTORS * S::LANES;
+    let (width, step) = (S::VECTORS * S::LANES, P::PER_F32 * S::LANES);
     for panel in panels::<S>(&tile.columns) {
+        // Only the vectors of the panel that the tile has columns in.
+        let first = panel * width;
+        let start = (tile.columns.start.max(first) - first) / step * step;
+        let end = (tile.columns.end.min(first + width) - first).next_multiple_of(step);
         // SAFETY: rows of the task; the score tile holds block_k columns of each row.
         unsafe {
+            let keys = Mat::new(work.packed_k.add(first * depth), width, depth, width);
             let operands = Operands {
                 a: work.queries(depth).from(tile.rows.start, 0).as_mat(),
-                b: Mat::new(work.packed_k.add(panel * width * depth), width, depth, width),
-                c: work.scores.from(0, panel * width).first(tile.rows.len(), width),
+                b: keys.from(0, start).first(depth, end - start),
+                c: work.scores.from(0, first + start).first(tile.rows.len(), end - start),
                 resume: false,
             };
             P::multiply(operands);

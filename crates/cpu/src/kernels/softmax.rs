@@ -6,7 +6,7 @@
 use super::mat::{Mat, MatMut, RowMaxSum};
 use super::products::Products;
 use super::state::Fold;
-use crate::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
+use crate::simd::{Bf16, Elem, F16, Simd, exp2, tanh};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
@@ -67,43 +67,109 @@ pub(super) fn from_log2(x: f64) -> f64 {
 
 static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
-/// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
-#[inline(always)]
-unsafe fn mask_bias<S: Simd>(row: MaskRow<'_>, j: usize, keys: usize) -> S::V {
-    // SAFETY: the mask row has `keys` elements, or one that stands for all; no other is read.
-    unsafe {
-        if row.step() == 0 {
-            return S::splat(row.bias(0));
-        }
-        let n = keys.saturating_sub(j).min(S::LANES);
-        match row.kind() {
-            MaskKind::Bool => {
-                if n == S::LANES {
-                    return S::load_bool(row.ptr().add(j));
-                }
-                let mut bytes = [0u8; 16];
-                std::ptr::copy_nonoverlapping(row.ptr().wrapping_add(j), bytes.as_mut_ptr(), n);
-                S::load_bool(bytes.as_ptr())
-            }
-            MaskKind::Additive(dtype) => with_elem!(dtype, E => {
-                let p = row.ptr().cast::<E>().wrapping_add(j);
-                if n == S::LANES { E::load::<S>(p) } else { load_head::<S, E>(p, n) }
-            }),
-        }
+/// An element of a mask in memory.
+trait MaskElem: Copy {
+    /// For lanes without an element.
+    const ZERO: Self;
+    /// The biases of `LANES` elements.
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V;
+    /// A score in units of log2 with a bias that is not `-inf`.
+    unsafe fn add<S: Simd>(x: S::V, bias: S::V) -> S::V;
+}
+
+/// Hides a key where it is 0.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Shows(u8);
+
+impl MaskElem for Shows {
+    const ZERO: Self = Self(0);
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's contract; `Shows` is a transparent u8.
+        unsafe { S::load_bool(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn add<S: Simd>(x: S::V, _: S::V) -> S::V {
+        x
     }
 }
 
-/// Applies softcap, ALiBi and mask to whole vectors that cover `columns`. Hidden keys get `-inf`.
+impl MaskElem for F16 {
+    const ZERO: Self = <Self as Elem>::ZERO;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's contract.
+        unsafe { <Self as Elem>::load::<S>(p) }
+    }
+    /// f16 holds no huge bias.
+    #[inline(always)]
+    unsafe fn add<S: Simd>(x: S::V, bias: S::V) -> S::V {
+        // SAFETY: the caller's contract.
+        unsafe { S::fma(S::max(S::splat(-HUGE_BIAS), bias), S::splat(LOG2_E), x) }
+    }
+}
+
+macro_rules! wide_mask_elem {
+    ($($E:ty)*) => { $(
+        impl MaskElem for $E {
+            const ZERO: Self = <Self as Elem>::ZERO;
+            #[inline(always)]
+            unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+                // SAFETY: the caller's contract.
+                unsafe { <Self as Elem>::load::<S>(p) }
+            }
+            #[inline(always)]
+            unsafe fn add<S: Simd>(x: S::V, bias: S::V) -> S::V {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    // A NaN passes both comparisons.
+                    let core = S::max(S::splat(-HUGE_BIAS), bias);
+                    let core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
+                    let x = S::fma(core, S::splat(LOG2_E), x);
+                    S::fma(S::sub(bias, core), S::splat(HUGE_RATE), x)
+                }
+            }
+        }
+    )* };
+}
+wide_mask_elem!(f32 Bf16);
+
+/// Applies scale, offset, softcap and ALiBi, then the mask, to whole vectors that cover `columns`. Hidden keys get `-inf`.
 ///
 /// # Safety
 /// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
 #[inline(always)]
 pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers<'_>) {
+    let mut scale = with.scale;
     // SAFETY: the caller's contract.
     unsafe {
-        let hidden = S::splat(f32::NEG_INFINITY);
-        let mut c = columns.start;
-        while c < columns.end {
+        if with.softcap.is_some() || with.alibi.is_some() || with.offset != 0.0 || with.mask.is_none() {
+            shape::<S>(scores, columns.clone(), with);
+            scale = 1.0;
+        }
+        // A loop for each kind of mask: a choice for each vector would cost as much as its arithmetic.
+        if let Some(mask) = &with.mask {
+            match mask.row.kind() {
+                MaskKind::Bool => add_mask::<S, Shows>(scores, columns, scale, mask),
+                MaskKind::Additive(Dtype::F32) => add_mask::<S, f32>(scores, columns, scale, mask),
+                MaskKind::Additive(Dtype::F16) => add_mask::<S, F16>(scores, columns, scale, mask),
+                MaskKind::Additive(Dtype::BF16) => add_mask::<S, Bf16>(scores, columns, scale, mask),
+            }
+        }
+    }
+}
+
+/// The part of [`modify`] before the mask.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn shape<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers<'_>) {
+    let mut c = columns.start;
+    while c < columns.end {
+        // SAFETY: the caller's contract.
+        unsafe {
             let mut x = S::add(S::mul(S::load(scores.add(c)), S::splat(with.scale)), S::splat(with.offset));
             if let Some(cap) = with.softcap {
                 x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
@@ -113,39 +179,85 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
                 let distance = S::abs(S::sub(S::splat(position - c as f32), lanes));
                 x = S::fma(distance, S::splat(-slope * LOG2_E), x);
             }
-            if let Some(MaskColumns { row, first, keys }) = with.mask {
-                let bias = mask_bias::<S>(row, first + c, keys);
-                if row.kind() != MaskKind::Bool {
-                    // A NaN passes both comparisons.
-                    let mut core = S::max(S::splat(-HUGE_BIAS), bias);
-                    // f16 holds no huge bias.
-                    if row.kind() == MaskKind::Additive(Dtype::F16) {
-                        x = S::fma(core, S::splat(LOG2_E), x);
-                    } else {
-                        core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
-                        x = S::fma(core, S::splat(LOG2_E), x);
-                        x = S::fma(S::sub(bias, core), S::splat(HUGE_RATE), x);
-                    }
-                }
-                x = S::select_eq(bias, hidden, hidden, x);
-            }
             S::store(scores.add(c), x);
+        }
+        c += S::LANES;
+    }
+}
+
+/// Scales scores and adds a mask, whose elements are of `M`.
+///
+/// # Safety
+/// As [`modify`].
+#[inline(always)]
+unsafe fn add_mask<S: Simd, M: MaskElem>(
+    scores: *mut f32,
+    columns: Range<usize>,
+    scale: f32,
+    mask: &MaskColumns<'_>,
+) {
+    let MaskColumns { row, first, keys } = *mask;
+    let elements = row.ptr().cast::<M>().wrapping_add(first);
+    let keys = keys.saturating_sub(first);
+    let broadcast = row.step() == 0;
+    let mut c = columns.start;
+    // SAFETY: the caller's contract: the row has `keys` elements, or one that stands for all.
+    unsafe {
+        let one = if broadcast { S::splat(row.bias(0)) } else { S::splat(0.0) };
+        while !broadcast && c + S::LANES <= columns.end.min(keys) {
+            add_bias::<S, M>(scores.add(c), scale, M::load::<S>(elements.add(c)));
             c += S::LANES;
         }
+        // The vector that the mask ends in, vectors past it, and all of them where one element stands for all keys.
+        while c < columns.end {
+            let mut bias = one;
+            if !broadcast {
+                let mut lanes = [M::ZERO; 16];
+                let n = keys.saturating_sub(c).min(S::LANES);
+                std::ptr::copy_nonoverlapping(elements.wrapping_add(c), lanes.as_mut_ptr(), n);
+                bias = M::load::<S>(lanes.as_ptr());
+            }
+            add_bias::<S, M>(scores.add(c), scale, bias);
+            c += S::LANES;
+        }
+    }
+}
+
+/// Scales a vector of scores and adds a bias; `-inf` hides, whatever the score.
+///
+/// # Safety
+/// As [`Simd`]; `scores` is valid for a vector.
+#[inline(always)]
+unsafe fn add_bias<S: Simd, M: MaskElem>(scores: *mut f32, scale: f32, bias: S::V) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        let x = M::add::<S>(S::mul(S::load(scores), S::splat(scale)), bias);
+        S::store(scores, S::select_eq(bias, hidden, hidden, x));
     }
 }
 
 /// Hides the columns of whole vectors `columns` outside `visible`.
 ///
 /// # Safety
-/// `scores` is valid for `columns`.
+/// As [`Simd`]; `scores` is valid for `columns`.
 #[inline(always)]
-pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
-    for c in
-        (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end)
-    {
+pub(super) unsafe fn hide<S: Simd>(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
+    let mut c = columns.start;
+    while c < columns.end {
+        if visible.start <= c && c + S::LANES <= visible.end {
+            c = visible.end / S::LANES * S::LANES;
+            continue;
+        }
         // SAFETY: the caller's contract.
-        unsafe { *scores.add(c) = f32::NEG_INFINITY }
+        unsafe {
+            let hidden = S::splat(f32::NEG_INFINITY);
+            let (start, end) = (S::splat(visible.start as f32), S::splat(visible.end as f32));
+            let lanes = S::add(S::splat(c as f32), S::load(LANE_INDEX.as_ptr()));
+            let x = S::select_lt(lanes, start, hidden, S::load(scores.add(c)));
+            S::store(scores.add(c), S::select_lt(lanes, end, x, hidden));
+        }
+        c += S::LANES;
     }
 }
 
@@ -229,7 +341,7 @@ pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
 
 /// Folds the result of one block into the running state of `rows` rows:
 /// `m' = max(m, mb)`, `l' = l * 2^(m - m') + lb * 2^(mb - m')`, and likewise the values. A row to which the block gave
-/// nothing keeps its state, bit for bit.
+/// nothing keeps its state, bit for bit; of a row that saw nothing before, the running values are not read.
 ///
 /// # Safety
 /// As [`Simd`]; the matrices of [`Fold`] have `rows` rows.
@@ -246,8 +358,9 @@ pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
             let shift = S::select_eq(new, none, S::splat(0.0), new);
             let (old, add) = (exp2::<S>(S::sub(m, shift)), exp2::<S>(S::sub(mb, shift)));
             let sum = S::fma(l, old, S::mul(lb, add));
-            let mut gave = [0.0f32; 16];
+            let (mut before, mut gave) = ([0.0f32; 16], [0.0f32; 16]);
             let mut factors = [[0.0f32; 16]; 2];
+            S::store(before.as_mut_ptr(), l);
             S::store(gave.as_mut_ptr(), lb);
             S::store(factors[0].as_mut_ptr(), old);
             S::store(factors[1].as_mut_ptr(), add);
@@ -261,6 +374,11 @@ pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
                 let (old, add) = (S::splat(factors[0][r]), S::splat(factors[1][r]));
                 let (acc, values) = (f.acc.at(first + r, 0), f.values.at(first + r, 0));
                 let mut c = 0;
+                // The factor of the block is 1. The sum with 0 is what a fold into zeros gives, for a value of -0 too.
+                while before[r] == 0.0 && c < f.acc.cols() {
+                    S::store(acc.add(c), S::add(S::load(values.add(c)), nothing));
+                    c += S::LANES;
+                }
                 while c < f.acc.cols() {
                     let scaled = S::mul(S::load(values.add(c)), add);
                     S::store(acc.add(c), S::fma(S::load(acc.add(c)), old, scaled));

@@ -7,6 +7,7 @@
 
 #![allow(unsafe_code)]
 
+use super::mask::{self, MaskTile};
 use super::state::{Context, Fold, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
@@ -35,6 +36,7 @@ impl<'a> TaskState<'a> {
     unsafe fn attend(&self, tile: &Tile, partials: Option<usize>) {
         // SAFETY: the caller's contract.
         unsafe {
+            self.prefetch_mask(tile);
             self.scores(tile);
             (self.kernels.probs)(self, tile);
             self.weighted_values(tile);
@@ -48,6 +50,17 @@ impl<'a> TaskState<'a> {
         }
     }
 
+    /// Requests the mask of a tile, which is there once its scores are.
+    fn prefetch_mask(&self, tile: &Tile) {
+        let Some(table) = self.cx.mask.as_ref().filter(|_| tile.mask == MaskTile::Partial) else { return };
+        let first = tile.block * self.block_k;
+        for row in tile.rows.clone() {
+            let query = self.query(row);
+            let row = table.view.row(query.index, query.head, query.position);
+            mask::prefetch(row, first + tile.columns.start..first + tile.columns.end);
+        }
+    }
+
     /// Sets the running state of the first `rows` rows to the state before any key, or to the partials from `from` on.
     ///
     /// # Safety
@@ -56,10 +69,9 @@ impl<'a> TaskState<'a> {
         // SAFETY: the regions hold task_rows rows, maxima and sums rounded up to whole vectors.
         unsafe {
             self.max_sum.clear(0..rows.next_multiple_of(MAX_LANES));
-            let acc = self.acc.first(rows, self.stride);
-            match from {
-                None => std::ptr::write_bytes(acc.at(0, 0), 0, rows * self.stride),
-                Some(index) => self.cx.partials.load(index, acc, self.max_sum),
+            // Values of rows that have seen nothing are not read.
+            if let Some(index) = from {
+                self.cx.partials.load(index, self.acc.first(rows, self.stride), self.max_sum);
             }
         }
     }
