@@ -179,3 +179,57 @@ fn refusals_write_nothing() {
     assert_eq!(short, [1.0; 25]);
     assert_eq!(out.bits(), before);
 }
+
+#[test]
+fn factors_add_up_to_1_at_any_magnitude() {
+    // `f32::MIN` is the logsumexp of rows whose keys a mask hides by the smallest f32.
+    for lse in [0.0, -60000.0, 1e12, 1e15, -1e15, 3e20, -3e20, 1e38, f32::MAX, f32::MIN] {
+        for count in [1, 2, 3, 8] {
+            let (out, of_all) = merged(&vec![([1.0, -2.0], lse); count]);
+            assert_eq!(out, [1.0, -2.0], "{count} of {lse:e}");
+            assert!(
+                (of_all - lse).abs() <= 1e-6 * lse.abs() + (count as f32).ln(),
+                "{count} of {lse:e}: {of_all:e}"
+            );
+        }
+        // Factors of 3 to 1, where f32 has such neighbours.
+        if lse.abs() < 1e5 {
+            let (out, _) = merged(&[([1.0, 0.0], lse + 3f32.ln()), ([0.0, 1.0], lse)]);
+            assert!((out[0] - 0.75).abs() < 2e-3 && (out[1] - 0.25).abs() < 2e-3, "{lse:e}: {out:?}");
+        }
+        // A larger one decides alone.
+        assert_eq!(merged(&[([1.0, -2.0], lse), ([5.0, 8.0], f32::NEG_INFINITY)]).0, [1.0, -2.0]);
+    }
+}
+
+/// Rows whose keys are hidden by the smallest f32, in both halves of the keys, are the mean of both halves as they are of the whole.
+#[test]
+fn rows_that_the_smallest_bias_hides_merge() {
+    let case = Case::new("hidden", [1, 2, 1, 3, 40, 16, 16], Dtype::F32);
+    let whole = build(&case);
+    let mut desc = case.desc;
+    desc.mask = Some(MaskKind::Additive(Dtype::F32));
+    let problem = desc.validate().unwrap();
+    for runner in runners() {
+        let half = |keys: std::ops::Range<usize>| {
+            let bias: Vec<f32> =
+                (0..40).map(|j| if keys.contains(&j) { f32::MIN } else { f32::NEG_INFINITY }).collect();
+            let mut inputs = whole.inputs();
+            inputs.mask = Some(MaskView::dense_additive(&bias, [1, 1, 1, 40]).unwrap());
+            let plan = runner.cpu.plan(&problem, runner.options).unwrap();
+            let mut out = Guarded::new(Dtype::F32, [1, 2, 3, 16], Layout::Bhsd);
+            let mut lse = GuardedList::new(6);
+            let mut outputs = Outputs::new(out.view_mut());
+            outputs.lse = Some(lse.slice_mut());
+            runner.cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
+            (out, lse)
+        };
+        let (all, halves) = (half(0..40), [half(0..20), half(20..40)]);
+        let views = halves.each_ref().map(|(out, lse)| AttentionState { out: out.view(), lse: lse.slice() });
+        let mut out = Guarded::new(Dtype::F32, [1, 2, 3, 16], Layout::Bhsd);
+        merge(&views, &mut Outputs::new(out.view_mut())).unwrap();
+        for (got, want) in out.values().iter().zip(all.0.values()) {
+            assert!((got - want).abs() < 1e-6, "{got} {want}");
+        }
+    }
+}

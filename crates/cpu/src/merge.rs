@@ -75,6 +75,8 @@ impl std::error::Error for MergeError {}
 /// lse = ln(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
 /// ```
 ///
+/// Exponents are relative to the largest `lse_i` of a row, so that the factors of `out_i` add up to 1 at any magnitude of it.
+///
 /// A state adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
 /// state, out is 0 and lse `-inf`. An attention sink belongs to one state alone. States and output may have different dtypes;
 /// sums are f64 in the order of the states, out is rounded once, and a single state of the output's dtype keeps its values. Reads
@@ -119,7 +121,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
     let rows = if dim == 0 { 0 } else { expected };
     (0..rows).into_par_iter().with_min_len(64).for_each(|row| {
         let index = [row / (heads * q_len), row / q_len % heads, row % q_len];
-        let lse = total(states, row);
+        let (max, total) = max_sum(states, row);
         let dst = out.row(index[0], index[1], index[2]);
         for first in (0..dim).step_by(CHUNK) {
             let mut sum = [0.0; CHUNK];
@@ -129,7 +131,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
                 if lse_i != f64::NEG_INFINITY {
                     add(
                         sum,
-                        (lse_i - lse).exp(),
+                        (lse_i - max).exp() / total,
                         state.out.dtype(),
                         &state.out.row_bytes(index)[first * state.out.dtype().bytes()..],
                     );
@@ -140,10 +142,10 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
         }
     });
     if let Some(lse) = &mut outputs.lse {
-        lse.par_iter_mut()
-            .with_min_len(256)
-            .enumerate()
-            .for_each(|(row, lse)| *lse = total(states, row) as f32);
+        lse.par_iter_mut().with_min_len(256).enumerate().for_each(|(row, lse)| {
+            let (max, total) = max_sum(states, row);
+            *lse = if total == 0.0 { f32::NEG_INFINITY } else { (max + total.ln()) as f32 };
+        });
     }
     Ok(())
 }
@@ -151,13 +153,12 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
 /// Elements of a row that are summed at a time.
 const CHUNK: usize = 64;
 
-/// Logsumexp of a row over all states.
-fn total(states: &[AttentionState<'_>], row: usize) -> f64 {
+/// The largest logsumexp of a row over all states, and the sum of the others relative to it: 0 where no state has a key.
+fn max_sum(states: &[AttentionState<'_>], row: usize) -> (f64, f64) {
     let lse = || states.iter().map(|state| f64::from(state.lse[row]));
     // f64::max ignores NaN, which still reaches the sum.
     let max = lse().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = lse().filter(|&x| x != f64::NEG_INFINITY).map(|x| (x - max).exp()).sum();
-    if sum == 0.0 { f64::NEG_INFINITY } else { max + sum.ln() }
+    (max, lse().filter(|&x| x != f64::NEG_INFINITY).map(|x| (x - max).exp()).sum())
 }
 
 /// Adds a row's elements times `prob`.
