@@ -1,14 +1,18 @@
 //! What the bits of an answer must not depend on, and how far a NaN may reach.
 
 use crate::support::{
-    Row, all_runners, answer, build, copy, cuda_with_wgmma, fill, options, row_bits, rows, runners, seers,
+    Row, all_runners, answer, build, copy, cuda_with_wgmma, fill, options, quantizing, row_bits, rows,
+    runners, seers,
 };
+use flashtile::cache::KeyMean;
 use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile};
 use flashtile::{
-    CudaPlan, Dtype, MaskKind, Outputs, Problem, QOffset, Sequence, Sequences, Visibility, reference,
+    AttentionState, CacheDesc, CacheLayout, CacheShape, Codec, CudaPlan, Dims, Dtype, KvCache, MaskKind,
+    Outputs, Problem, ProblemDesc, QOffset, Sequence, Sequences, TensorView, Visibility, merge, reference,
 };
 use flashtile_testkit::{
-    Answer, Case, CaseData, CpuRunner, CudaRunner, GuardedMask, MaskFill, Prepared, Runner, catalogue,
+    Answer, Case, CaseData, CpuRunner, CudaRunner, Guarded, GuardedMask, HostileFloats, Keep, Layout,
+    MaskFill, Prepared, Rng, Runner, catalogue,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -439,4 +443,151 @@ fn the_least_finite_bias_hides_nothing() {
             }
         }
     }
+}
+
+/// What a function returns on a thread whose floats are hostile, and that leaves them so.
+fn in_hostile_floats<T>(f: impl FnOnce() -> T) -> T {
+    let _floats = HostileFloats::set();
+    let result = f();
+    assert!(HostileFloats::are_set(), "another environment was left behind");
+    result
+}
+
+/// Pools whose threads, or the threads that call them, have hostile floats; and one without any.
+fn pools_of_floats() -> [(bool, rayon::ThreadPool); 2] {
+    [false, true].map(|hostile| {
+        let start = move |_| {
+            if hostile {
+                std::mem::forget(HostileFloats::set())
+            }
+        };
+        (hostile, rayon::ThreadPoolBuilder::new().num_threads(3).start_handler(start).build().unwrap())
+    })
+}
+
+/// Cases of every kind, with values, biases and scores so small that they are subnormal.
+fn subnormal_cases() -> Vec<CaseData> {
+    let mut all = Vec::new();
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        for (q_len, kv_len) in [(1, 300), (5, 700), (60, 600)] {
+            let case =
+                Case::new("subnormal", [1, 4, 2, q_len, kv_len, 64, 48], dtype).alibi().sinks().softcap(9.0);
+            let mut built = build(&case.at(QOffset::BottomRight));
+            let (v, q) = (built.v.clone(), built.q.clone());
+            let tiny = if dtype == Dtype::F16 { 1e-7 } else { 1e-39 };
+            fill(&mut built.v, |index| tiny * v.get(index));
+            fill(&mut built.q, |index| if index[2] % 2 == 0 { q.get(index) } else { tiny * q.get(index) });
+            all.push(built);
+        }
+    }
+    for (k, v) in [
+        (Codec::Int8, Codec::Tq4),
+        (Codec::Fp8, Codec::Fp8),
+        (Codec::Tq3, Codec::F16),
+        (Codec::F32, Codec::Int8),
+    ] {
+        for q_len in [1, 20] {
+            let case = Case::new("codes", [1, 4, 2, 0, 0, 64, 64], Dtype::F32).stored(k, v);
+            all.push(build(
+                &case.cached(&[(q_len, 300), (q_len, 77)], 16, Keep::All).at(QOffset::BottomRight),
+            ));
+        }
+    }
+    all
+}
+
+#[test]
+fn bits_do_not_depend_on_the_floats_of_any_thread() {
+    let pools = pools_of_floats();
+    for built in subnormal_cases() {
+        let oracle = reference::attention(&built.problem, &built.inputs()).unwrap();
+        let in_hostile = in_hostile_floats(|| reference::attention(&built.problem, &built.inputs()).unwrap());
+        assert!(oracle == in_hostile, "the oracle on {:?}", built.problem.desc());
+        for runner in quantizing(1) {
+            let want = answer(&built, &runner);
+            let alone = in_hostile_floats(|| answer(&built, &runner));
+            assert!(alone.bits() == want.bits(), "{runner:?} on {:?}", built.problem.desc());
+            for (hostile, pool) in &pools {
+                let shared = with_threads(runner, 3);
+                let got = pool.install(|| {
+                    let got = answer(&built, &shared);
+                    assert_eq!(HostileFloats::are_set(), *hostile, "another environment was left behind");
+                    got
+                });
+                assert!(got.bits() == want.bits(), "{runner:?}, {hostile}, on {:?}", built.problem.desc());
+            }
+        }
+    }
+}
+
+#[test]
+fn codes_means_and_merges_do_not_depend_on_floats() {
+    let mut rng = Rng::new(6);
+    let rows: Vec<f32> =
+        (0..40 * 2 * 256).map(|n| rng.normal() * [1.0, 1e-3, 1e-7, 3e-39][n / 256 % 4]).collect();
+    let view = TensorView::packed(&rows, [40, 2, 256]).unwrap();
+    let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 256, value_dim: 256 };
+    for codec in Codec::ALL {
+        let work = || {
+            let mut desc = CacheDesc::new(CacheLayout::Paged { pages: 8, page_size: 8 }, shape, codec);
+            if codec.dtype().is_none() {
+                desc.key_mean = KeyMean::Learned;
+            }
+            let mut cache = KvCache::new(desc).unwrap();
+            let seq = cache.create().unwrap();
+            cache.append(&[(seq, 40)], &[(view, view)]).unwrap();
+            let mut back = [
+                Guarded::new(Dtype::F32, [1, 2, 40, 256], Layout::Bhsd),
+                Guarded::new(Dtype::F16, [1, 2, 40, 256], Layout::Bhsd),
+            ];
+            let [k, v] = &mut back;
+            cache.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+            (cache.snapshot(seq).unwrap().to_bytes(), back.map(|x| x.bits()))
+        };
+        assert!(work() == in_hostile_floats(work), "{codec}");
+    }
+    let states: Vec<Vec<f32>> =
+        (0..3).map(|_| (0..2 * 200 * 16).map(|_| 1e-39 * rng.normal()).collect()).collect();
+    let lse: Vec<Vec<f32>> = (0..3).map(|_| (0..400).map(|_| rng.normal()).collect()).collect();
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        let work = || {
+            let views: Vec<_> = states
+                .iter()
+                .zip(&lse)
+                .map(|(out, lse)| AttentionState {
+                    out: TensorView::bhsd(out, [1, 2, 200, 16]).unwrap(),
+                    lse,
+                })
+                .collect();
+            let (mut out, mut of_all) =
+                (Guarded::new(dtype, [1, 2, 200, 16], Layout::Bhsd), vec![0.0f32; 400]);
+            let mut outputs = Outputs::new(out.view_mut());
+            outputs.lse = Some(&mut of_all);
+            merge(&views, &mut outputs).unwrap();
+            (out.bits(), of_all.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+        };
+        let want = pools_of_floats()[0].1.install(work);
+        for (hostile, pool) in pools_of_floats() {
+            assert!(pool.install(work) == want, "{dtype}, {hostile}");
+        }
+    }
+}
+
+#[test]
+fn the_default_scale_does_not_depend_on_floats() {
+    let scales = || -> Vec<u32> {
+        let dims = |head_dim| Dims {
+            batch: 1,
+            q_heads: 1,
+            kv_heads: 1,
+            q_len: 1,
+            kv_len: 1,
+            head_dim,
+            value_dim: 1,
+        };
+        (1..=512)
+            .map(|d| ProblemDesc::new(dims(d), Dtype::F32).validate().unwrap().scale().to_bits())
+            .collect()
+    };
+    assert_eq!(scales(), in_hostile_floats(scales));
 }

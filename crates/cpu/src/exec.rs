@@ -12,7 +12,7 @@ use crate::plan::CpuPlan;
 use crate::workspace::Workspace;
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_core::isa::IsaToken;
+use flashtile_core::isa::{FloatEnv, IsaToken};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -75,15 +75,19 @@ fn storage(of: &KvView<'_>) -> Storage {
     }
 }
 
-/// Calls `f(unit, worker)` for every unit of work, each worker on one thread, units handed out in order.
+/// Calls `f(unit, worker)` for every unit of work, each worker on one thread and in the default floating-point environment, units handed
+/// out in order.
 fn for_each<T: Sync>(units: &[T], workers: usize, f: impl Fn(&T, usize) + Sync) {
     let workers = workers.min(units.len());
     if workers <= 1 {
+        let _env = FloatEnv::ieee();
         units.iter().for_each(|unit| f(unit, 0));
         return;
     }
     let next = AtomicUsize::new(0);
     (0..workers).into_par_iter().with_max_len(1).for_each(|worker| {
+        // Not around the parallel loop: a thread that waits for it may run what others have queued.
+        let _env = FloatEnv::ieee();
         while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
             f(unit, worker);
         }

@@ -4,6 +4,7 @@
 
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Outputs;
+use flashtile_core::isa::FloatEnv;
 use flashtile_core::tensor::TensorView;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -120,6 +121,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
     let out = &outputs.out;
     let rows = if dim == 0 { 0 } else { expected };
     (0..rows).into_par_iter().with_min_len(64).for_each(|row| {
+        let _env = FloatEnv::ieee();
         let index = [row / (heads * q_len), row / q_len % heads, row % q_len];
         let (max, total) = max_sum(states, row);
         let dst = out.row(index[0], index[1], index[2]);
@@ -143,6 +145,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
     });
     if let Some(lse) = &mut outputs.lse {
         lse.par_iter_mut().with_min_len(256).enumerate().for_each(|(row, lse)| {
+            let _env = FloatEnv::ieee();
             let (max, total) = max_sum(states, row);
             *lse = if total == 0.0 { f32::NEG_INFINITY } else { (max + total.ln()) as f32 };
         });

@@ -18,6 +18,7 @@ mod catalogue;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod edges;
+mod float_env;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 mod metal;
 mod mlx;
@@ -37,6 +38,7 @@ pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
+pub use float_env::HostileFloats;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 pub use metal::{MetalPath, MetalRunner};
 pub use mlx::{MlxRow, MlxRows, MlxStep, mlx_decode, mlx_encode};

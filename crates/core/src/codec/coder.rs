@@ -9,6 +9,7 @@ use super::quantizer::{Quantizer, ScaleRule};
 use super::rotation::Rotation;
 use super::row_layout::{self, FP8_SCALE_UNIT, RowLayout, SCALE_UNIT};
 use super::tq::codebook::Codebook;
+use crate::isa::FloatEnv;
 use crate::limits::MAX_HEAD_DIM;
 use half::f16;
 use std::ops::Range;
@@ -40,6 +41,7 @@ impl Coder {
     /// `None` for codecs of plain elements. The codec must support the dimension.
     pub fn new(codec: Codec, dim: usize) -> Option<Self> {
         debug_assert!(codec.supports(dim), "{codec} of {dim}");
+        let _env = FloatEnv::ieee();
         let (scheme, format) = match codec.row_kind() {
             RowKind::Elements(_) => return None,
             RowKind::Fp8 => (Scheme::Fp8, RowLayout::new(dim, 8)),

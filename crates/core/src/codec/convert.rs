@@ -1,6 +1,7 @@
 //! Conversion of rows between dtypes.
 
 use crate::dtype::Dtype;
+use crate::isa::FloatEnv;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -14,6 +15,7 @@ pub fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
         into.copy_from_slice(row);
         return;
     }
+    let _env = FloatEnv::ieee();
     let mut block = [0.0f32; BLOCK];
     for (row, into) in row.chunks(BLOCK * from.bytes()).zip(into.chunks_mut(BLOCK * to.bytes())) {
         let block = &mut block[..row.len() / from.bytes()];
@@ -24,11 +26,13 @@ pub fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
 
 /// A row as f32.
 pub fn to_f32(from: Dtype, row: &[u8], into: &mut [f32]) {
+    let _env = FloatEnv::ieee();
     widen(from, row, into);
 }
 
 /// A row from f32, rounded to nearest even.
 pub fn from_f32(row: &[f32], to: Dtype, into: &mut [u8]) {
+    let _env = FloatEnv::ieee();
     for (row, into) in row.chunks(BLOCK).zip(into.chunks_mut(BLOCK * to.bytes())) {
         store(row, to, into);
     }

@@ -11,7 +11,7 @@ use super::ops::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use super::ops::avx512::{Avx512, Vbmi};
 use super::rotation::Rotation;
-use crate::isa::{Isa, IsaToken};
+use crate::isa::{FloatEnv, Isa, IsaToken};
 
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
@@ -25,12 +25,14 @@ struct Functions {
 
 /// Stores rows that have been checked.
 pub(super) fn store(token: IsaToken, job: &mut EncodeJob<'_>) {
+    let _env = FloatEnv::ieee();
     // SAFETY: the token proves that the machine has the instruction set.
     unsafe { (functions(token).store)(job) }
 }
 
 /// Head and row of the first token that cannot be stored, in the lowest head with one.
 pub(super) fn first_refused(token: IsaToken, rows: &SourceRows<'_>) -> Option<[usize; 2]> {
+    let _env = FloatEnv::ieee();
     // SAFETY: as above.
     unsafe { (functions(token).first_refused)(rows) }
 }
@@ -38,6 +40,7 @@ pub(super) fn first_refused(token: IsaToken, rows: &SourceRows<'_>) -> Option<[u
 /// Decodes rows of a page: values of codes times the scale, in the rotated domain if the codec rotates. `x` is
 /// `[rows, stride]`.
 pub fn decode_rotated(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
+    let _env = FloatEnv::ieee();
     // SAFETY: as above.
     unsafe { (functions(token).decode)(coder, source, x, stride) }
 }
@@ -52,12 +55,14 @@ pub(super) fn decode(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut
 
 /// Rotates a vector.
 pub fn rotate(token: IsaToken, rotation: &Rotation, x: &mut [f32]) {
+    let _env = FloatEnv::ieee();
     // SAFETY: as above.
     unsafe { (functions(token).rotate)(rotation, x) }
 }
 
 /// The inverse of [`rotate`], up to rounding.
 pub fn unrotate(token: IsaToken, rotation: &Rotation, y: &mut [f32]) {
+    let _env = FloatEnv::ieee();
     // SAFETY: as above.
     unsafe { (functions(token).unrotate)(rotation, y) }
 }

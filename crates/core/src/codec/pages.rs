@@ -7,7 +7,7 @@ use super::error::{EncodeError, PagesError};
 use super::kind::Codec;
 use super::ops::Portable;
 use super::quantizer::ScaleRule;
-use crate::isa::IsaToken;
+use crate::isa::{FloatEnv, IsaToken};
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
 use crate::tensor::TensorView;
@@ -289,6 +289,7 @@ impl<'a> CodesView<'a> {
 
     /// Decodes row `[dim]`, rotated back and with the mean added.
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
+        let _env = FloatEnv::ieee();
         let source = (self.page(page, head), self.shape[2], row..row + 1);
         dispatch::decode(IsaToken::best(), self.coder, source, x);
         if let Some(mean) = self.mean(head) {
@@ -298,6 +299,7 @@ impl<'a> CodesView<'a> {
 
     /// Like [`CodesView::read`], in f64.
     pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
+        let _env = FloatEnv::ieee();
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
         // The meaning of the bytes: products in f32 are exact where the value of a code has 8 bits and a scale 11.

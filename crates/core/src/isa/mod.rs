@@ -1,7 +1,9 @@
-//! Instruction sets of codecs and CPU kernels, and tokens that prove that the machine has one.
+//! Instruction sets of codecs and CPU kernels, tokens that prove that the machine has one, and the floating-point environment.
 
+mod float_env;
 mod token;
 
+pub use float_env::FloatEnv;
 pub use token::IsaToken;
 #[cfg(feature = "counters")]
 pub use token::counts;

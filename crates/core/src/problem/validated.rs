@@ -7,7 +7,9 @@ use super::rules;
 use super::sequence::{Sequence, Sequences};
 use crate::codec::Codec;
 use crate::dtype::Dtype;
+use crate::isa::FloatEnv;
 use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP};
+use std::hint::black_box;
 use std::ops::Range;
 
 impl ProblemDesc {
@@ -58,7 +60,7 @@ impl Problem {
             }
         }
         let scale = match desc.scale {
-            None => (1.0 / (d.head_dim as f64).sqrt()) as f32,
+            None => default_scale(d.head_dim),
             Some(s) if s.is_finite() => s,
             Some(s) => return Err(ProblemError::Scale { scale: s }),
         };
@@ -251,6 +253,13 @@ fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
         Sequences::Cached { kv_lens, .. } => {
             kv_lens.iter_mut().for_each(|len| *len = 0);
             // A bound of the lengths, which shapes no tensor.
+/// `1 / sqrt(head_dim)`, whatever floating-point environment the caller has.
+fn default_scale(head_dim: usize) -> f32 {
+    let _env = FloatEnv::ieee();
+    // Opaque, so that the compiler does not move the arithmetic out of the environment.
+    black_box((1.0 / (black_box(head_dim) as f64).sqrt()) as f32)
+}
+
             desc.dims.kv_len = 0;
         }
         Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),

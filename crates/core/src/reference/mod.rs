@@ -4,6 +4,7 @@
 use crate::codec::KvView;
 use crate::inputs;
 use crate::inputs::{Inputs, RunError};
+use crate::isa::FloatEnv;
 use crate::problem::{Problem, Sequence};
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -36,7 +37,8 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
 
 /// Calls a function with every probability by which [`attention`] weighs a value: the index of the query row in
 /// `[batch, q_heads, q_len]`, the row of the key in k (of a cached sequence, the token), and the probability. Hidden keys
-/// are left out. With sinks, the probabilities of a row sum to less than 1. Cost: as [`attention`].
+/// are left out. With sinks, the probabilities of a row sum to less than 1. The function is called in the default floating-point
+/// environment. Cost: as [`attention`].
 ///
 /// # Errors
 /// As [`attention`].
@@ -54,8 +56,10 @@ pub fn for_each_prob(
     Ok(())
 }
 
-/// Calls a function for every query row with its index in `[batch, q_heads, q_len]`. The inputs have been checked.
+/// Calls a function for every query row with its index in `[batch, q_heads, q_len]`, in the default floating-point environment. The inputs
+/// have been checked.
 pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: impl FnMut(usize, &Row<'_>)) {
+    let _env = FloatEnv::ieee();
     let dims = problem.dims();
     for (index, sequence) in problem.sequences().iter().enumerate() {
         let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
