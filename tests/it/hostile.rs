@@ -1,12 +1,14 @@
 //! Inputs that no model or encoder produces: snapshots that are cut or changed; rows of zeros, NaN and infinities
-//! wherever a cache takes rows.
+//! wherever a cache takes rows; tables and descriptions of any numbers.
 
-use flashtile::cache::{KeyMean, Snapshot};
+use flashtile::cache::{BlockTables, CsrTables, KeyMean, NO_PAGE, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
+use flashtile::plan::AnyFacts;
 use flashtile::problem::MAX_LEN;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dtype, HeadShape, KvCache, Outputs,
-    PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, reference,
+    AnyPlan, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, HeadShape, KvCache,
+    Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, Sequences, SharedPrefix, TensorView,
+    Visibility, reference,
 };
 use flashtile_testkit::{Guarded, Layout, Rng};
 
@@ -424,4 +426,169 @@ fn elements_hold_what_they_are_given() {
             assert!(exact.iter().all(|x| x.is_nan() == (head >= 2)), "{codec}");
         }
     }
+}
+
+/// Lengths beyond their tables, which validation refuses: helpers that come before it neither walk nor believe them.
+#[test]
+fn tables_of_any_lengths_are_looked_up_at_once() {
+    for len in [2, 3, 1 << 40, usize::MAX] {
+        let tables = BlockTables::from_rows(&[3, 3], &[len, len], 1).unwrap();
+        assert!(tables.validate(8).is_err());
+        // The table has one token.
+        assert_eq!(tables.shared_prefixes(1), [SharedPrefix { sequences: 0..2, len: 1 }], "{len}");
+        assert_eq!([0, 1, len - 1].map(|at| tables.locate(0, at).is_some()), [true, false, false], "{len}");
+        let ring = BlockTables { wraps: true, ..tables };
+        assert!(ring.validate(8).is_err());
+        assert!(ring.shared_prefixes(1).len() < 2);
+    }
+    // A ring that dropped a part of its first page has its entries in common with its fork.
+    let tables = BlockTables {
+        table: vec![4, 5, 4, 5],
+        width: 2,
+        page_size: 4,
+        wraps: true,
+        lens: vec![21, 21],
+        first: vec![14, 14],
+    };
+    tables.validate(6).unwrap();
+    assert_eq!(tables.shared_prefixes(1), [SharedPrefix { sequences: 0..2, len: 21 }]);
+    let mut rng = Rng::new(3);
+    for _ in 0..3000 {
+        let numbers = [0, 1, 2, 3, 7, 1 << 31, 1 << 40, usize::MAX - 1, usize::MAX];
+        let mut number = || numbers[rng.below(numbers.len())];
+        let mut tables = BlockTables {
+            table: Vec::new(),
+            width: number(),
+            page_size: number(),
+            wraps: number() % 2 == 0,
+            lens: vec![number(), number(), number()],
+            first: vec![number(), number()],
+        };
+        tables.table = (0..rng.below(8)).map(|n| [n as u32 % 2, NO_PAGE, u32::MAX - 1][n % 3]).collect();
+        tables.first.extend((0..rng.below(3)).map(|_| 0));
+        let prefixes = tables.shared_prefixes(rng.below(3));
+        assert!(prefixes.iter().all(|prefix| prefix.sequences.end <= 3));
+        for sequence in [0, 2, 3, usize::MAX] {
+            for at in numbers {
+                let _ = tables.locate(sequence, at);
+            }
+        }
+        let _ = tables.validate(numbers[rng.below(numbers.len())]);
+        let csr = CsrTables {
+            indptr: &tables.lens,
+            indices: &tables.table,
+            last_page_len: &tables.first,
+            page_size: tables.page_size,
+        };
+        let _ = BlockTables::from_csr(csr);
+        let _ = BlockTables::from_rows(&tables.table, &tables.lens, tables.page_size);
+    }
+}
+
+#[test]
+fn pairs_of_the_largest_problems_are_counted() {
+    let longest = (1usize << 31) - 1;
+    let of = |batch, visibility| {
+        let dims = Dims {
+            batch,
+            q_heads: 1,
+            kv_heads: 1,
+            q_len: longest,
+            kv_len: longest,
+            head_dim: 1,
+            value_dim: 1,
+        };
+        let mut desc = ProblemDesc::new(dims, Dtype::F16);
+        desc.visibility = visibility;
+        desc.validate().unwrap()
+    };
+    let (pairs, exact) = (longest as u64 * longest as u64, (longest as f64).powi(2));
+    assert_eq!(of(1, Visibility::full()).visible_pairs(), pairs);
+    assert_eq!(of(4, Visibility::causal()).visible_pairs(), 2 * longest as u64 * (longest as u64 + 1));
+    for batch in [5, 1 << 22] {
+        let problem = of(batch, Visibility::full());
+        // More than 64 bits count.
+        assert_eq!(problem.visible_pairs(), u64::MAX);
+        assert!((problem.flops() / (4.0 * batch as f64 * exact) - 1.0).abs() < 1e-9, "{}", problem.flops());
+    }
+}
+
+/// Numbers at which sums and products overflow.
+const EXTREMES: [usize; 12] =
+    [0, 1, 2, 3, 64, 512, 513, MAX_LEN, MAX_LEN + 1, 1 << 40, usize::MAX / 2, usize::MAX];
+
+/// Helpers of plain data answer, and validation refuses or accepts: nothing panics. What is accepted is planned or refused.
+#[test]
+fn descriptions_of_any_numbers_do_no_harm() {
+    let mut rng = Rng::new(4);
+    let (machines, mut accepted) = (AnyFacts::known(), 0);
+    for round in 0..6000 {
+        let large = round % 2 == 0;
+        let mut number =
+            || if large { EXTREMES[rng.below(EXTREMES.len())] } else { [1, 2, 4, 64, MAX_LEN][rng.below(5)] };
+        let dims = Dims {
+            batch: number(),
+            q_heads: number(),
+            kv_heads: number(),
+            q_len: number(),
+            kv_len: number(),
+            head_dim: number().min(if large { usize::MAX } else { 64 }),
+            value_dim: number().min(if large { usize::MAX } else { 64 }),
+        };
+        let _ = (
+            dims.gqa_group(),
+            dims.q_shape(),
+            dims.k_shape(),
+            dims.v_shape(),
+            dims.out_shape(),
+            dims.lse_shape(),
+        );
+        let lens: Vec<SeqLens> = (0..3).map(|_| SeqLens { q_len: number(), kv_len: number() }).collect();
+        let Dims { q_heads, kv_heads, head_dim, value_dim, .. } = dims;
+        let cached =
+            ProblemDesc::cached(HeadShape { q_heads, kv_heads, head_dim, value_dim }, Dtype::F16, &lens);
+        let shape = CacheShape { layers: number(), kv_heads, head_dim, value_dim };
+        let layouts = [
+            CacheLayout::Contiguous { slots: number(), capacity: number() },
+            CacheLayout::Ring { slots: number(), capacity: number() },
+            CacheLayout::Paged { pages: number(), page_size: number() },
+        ];
+        for (layout, codec) in layouts.into_iter().zip([Codec::Tq5, Codec::MlxTq8, Codec::F32]) {
+            let cache = CacheDesc::new(layout, shape, codec);
+            let _ = (cache.token_bytes(), cache.pools(), cache.layout.pages(), cache.validate().is_ok());
+            let _ =
+                (cache.check_layer(number()), cache.check_rows(number(), (dims.k_shape(), dims.v_shape())));
+            let _ = ProblemDesc::over(&cache, q_heads, Dtype::F32, &lens).validate();
+        }
+        for codec in Codec::ALL {
+            let _ = (codec.row_bytes(head_dim), codec.supports(value_dim));
+        }
+        let mut dense = ProblemDesc::new(dims, Dtype::BF16);
+        dense.visibility = Visibility::window(Some(number()), [None, Some(number())][round % 2]);
+        dense.q_offset =
+            [QOffset::TopLeft, QOffset::BottomRight, QOffset::At(number() as i64)].get(round % 4).copied();
+        let mut padded = dense.clone();
+        padded.sequences = Sequences::Padded { kv_lens: vec![number(); 2] };
+        let mut packed = dense.clone();
+        packed.sequences = Sequences::Packed {
+            cu_seqlens_q: vec![0, number(), number()],
+            cu_seqlens_k: vec![0, number(), number()],
+        };
+        let mut prefixed = cached.clone();
+        prefixed.prefixes = vec![SharedPrefix { sequences: number()..number(), len: number() }; 2];
+        for desc in [dense, padded, packed, cached, prefixed] {
+            let _ = desc.visibility.keys(number() as i64, number());
+            // Millions of sequences take their time.
+            let few = desc.dims.batch < 1000;
+            if let Some(problem) = few.then(|| desc.validate().ok()).flatten() {
+                let _ =
+                    (problem.visible_pairs(), problem.flops(), problem.mask_shape(), problem.tree_shape());
+                let _ = problem.sequences().iter().map(|s| problem.first_visible(s)).count();
+                accepted += 1;
+                let (_, facts) = &machines[accepted % machines.len()];
+                let _ = AnyPlan::new(&problem, facts, PlanOptions::default()).map(|plan| plan.to_string());
+            }
+        }
+    }
+    assert!(accepted > 100, "{accepted}");
 }

@@ -139,9 +139,15 @@ impl BlockTables {
         if !kept.contains(&position) {
             return None;
         }
-        let block = position.checked_div(self.page_size)?.checked_rem(self.width)?;
-        let page = *self.table.get(sequence.checked_mul(self.width)?.checked_add(block)?)?;
-        (page != NO_PAGE).then_some((page as usize, position % self.page_size))
+        let page = self.page(sequence, position.checked_div(self.page_size)?)?;
+        Some((page as usize, position % self.page_size))
+    }
+
+    /// The page of a block, if the table has such a sequence and block.
+    fn page(&self, sequence: usize, block: usize) -> Option<u32> {
+        let entry = if self.wraps { block.checked_rem(self.width)? } else { block };
+        let at = sequence.checked_mul(self.width)?.checked_add(entry).filter(|_| entry < self.width)?;
+        self.table.get(at).copied().filter(|&page| page != NO_PAGE)
     }
 
     /// Prefixes of at least `min_len` tokens that neighbouring sequences of the batch share, for
@@ -183,12 +189,10 @@ impl BlockTables {
         }
         let from = |s: usize| self.first.get(s)?.checked_div(self.page_size);
         let (Some(from), true) = (from(b), from(a) == from(b)) else { return 0 };
-        let page = |s: usize, block: usize| {
-            let entry = s.checked_mul(self.width)?.checked_add(block.checked_rem(self.width)?)?;
-            self.table.get(entry).filter(|&&page| page != NO_PAGE)
-        };
-        let same = |block: usize| page(a, block).is_some_and(|at| page(b, block) == Some(at));
-        let differs = (from..len.div_ceil(self.page_size)).find(|&block| !same(block));
+        let same = |block: usize| self.page(a, block).is_some_and(|at| self.page(b, block) == Some(at));
+        // Blocks that wrap around repeat the entries of those before, and the first block past a table that does not differs.
+        let end = len.div_ceil(self.page_size).min(from.saturating_add(self.width).saturating_add(1));
+        let differs = (from..end).find(|&block| !same(block));
         differs.map_or(len, |block| if block == from { 0 } else { block * self.page_size })
     }
 

@@ -43,10 +43,13 @@ pub struct HeadShape {
 }
 
 impl Dims {
-    /// Query heads that share one key/value head.
+    /// Query heads that share one key/value head; 0 without key/value heads.
     #[must_use]
     pub const fn gqa_group(&self) -> usize {
-        self.q_heads / self.kv_heads
+        match self.q_heads.checked_div(self.kv_heads) {
+            Some(heads) => heads,
+            None => 0,
+        }
     }
 
     /// Shape of q: `[batch, q_heads, q_len, head_dim]`.

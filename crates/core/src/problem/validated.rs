@@ -207,18 +207,25 @@ impl Problem {
     }
 
     /// Number of visible (query row, key) pairs of one head, summed over sequences; masks and tree masks are not
-    /// counted. A pair costs `2 * (head_dim + value_dim)` operations. Cost: `O(query rows)`.
+    /// counted. A pair costs `2 * (head_dim + value_dim)` operations. Cost: `O(sequences)`.
+    ///
+    /// A sequence has fewer than `2^62` pairs. A batch of more than `u64::MAX`, which would take years, counts as `u64::MAX`.
     #[must_use]
     pub fn visible_pairs(&self) -> u64 {
-        let rows = |s: &Sequence| (0..s.q_len).map(|i| self.visible(s, i).len() as u64).sum::<u64>();
-        self.sequences.iter().map(rows).sum()
+        u64::try_from(self.all_pairs()).unwrap_or(u64::MAX)
+    }
+
+    /// [`Problem::visible_pairs`], below `2^92`: tensors are addressable, so that a batch has fewer than `2^61` query rows.
+    fn all_pairs(&self) -> u128 {
+        let pairs = |s: &Sequence| self.desc.visibility.pairs(s.q_offset, s.q_len, s.kv_len);
+        self.sequences.iter().map(pairs).sum()
     }
 
     /// Floating-point operations: `2 * (head_dim + value_dim)` for each visible pair of each query head.
     #[must_use]
     pub fn flops(&self) -> f64 {
         let d = self.dims();
-        2.0 * (d.head_dim + d.value_dim) as f64 * self.visible_pairs() as f64 * d.q_heads as f64
+        2.0 * (d.head_dim + d.value_dim) as f64 * self.all_pairs() as f64 * d.q_heads as f64
     }
 
     /// Shape to which a mask must broadcast: `[sequences, q_heads, longest q_len, longest kv_len]`. For dense problems
@@ -246,13 +253,6 @@ impl Problem {
     }
 }
 
-/// A description without its numbers of keys.
-fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
-    let mut desc = desc.clone();
-    match &mut desc.sequences {
-        Sequences::Cached { kv_lens, .. } => {
-            kv_lens.iter_mut().for_each(|len| *len = 0);
-            // A bound of the lengths, which shapes no tensor.
 /// `1 / sqrt(head_dim)`, whatever floating-point environment the caller has.
 fn default_scale(head_dim: usize) -> f32 {
     let _env = FloatEnv::ieee();
@@ -260,6 +260,13 @@ fn default_scale(head_dim: usize) -> f32 {
     black_box((1.0 / (black_box(head_dim) as f64).sqrt()) as f32)
 }
 
+/// A description without its numbers of keys.
+fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
+    let mut desc = desc.clone();
+    match &mut desc.sequences {
+        Sequences::Cached { kv_lens, .. } => {
+            kv_lens.iter_mut().for_each(|len| *len = 0);
+            // A bound of the lengths, which shapes no tensor.
             desc.dims.kv_len = 0;
         }
         Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),

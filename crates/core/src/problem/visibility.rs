@@ -73,6 +73,20 @@ impl Visibility {
         let end = self.right.map_or(kv_len, |right| clamp(p.saturating_add(reach(right)).saturating_add(1)));
         start..end.max(start)
     }
+
+    /// Keys in `0..kv_len` that positions `p` to `p + rows - 1` see, added up. Cost: constant.
+    pub(super) fn pairs(self, p: i64, rows: usize, kv_len: usize) -> u128 {
+        let (p, rows, keys) = (i128::from(p), rows as i128, kv_len as i128);
+        // Keys of `0..kv_len` before `end + i`, added up over the rows `i`: none, then one more from row to row, then all.
+        let before = |end: i128| {
+            let (some, all) = ((-end).clamp(0, rows), (keys - end).clamp(0, rows));
+            let growing = (some + all - 1) * (all - some) / 2 + (all - some) * end;
+            growing + (rows - all) * keys
+        };
+        let start = self.left.map_or(0, |left| before(p - left as i128));
+        let end = self.right.map_or(rows * keys, |right| before(p + right as i128 + 1));
+        (end - start).unsigned_abs()
+    }
 }
 
 impl std::fmt::Display for Visibility {
@@ -121,6 +135,12 @@ mod tests {
                         let want: Vec<usize> = (0..kv_len).filter(|&j| seen(j as i64)).collect();
                         let got: Vec<usize> = Visibility::window(left, right).keys(p, kv_len).collect();
                         assert_eq!(got, want, "left {left:?} right {right:?} kv_len {kv_len} p {p}");
+                        for rows in [0, 1, 4, 15] {
+                            let window = Visibility::window(left, right);
+                            let want: usize = (0..rows).map(|i| window.keys(p + i, kv_len).len()).sum();
+                            let got = window.pairs(p, rows as usize, kv_len);
+                            assert_eq!(got, want as u128, "{window} kv_len {kv_len} p {p} rows {rows}");
+                        }
                     }
                 }
             }
