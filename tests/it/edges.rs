@@ -1,7 +1,7 @@
 //! The limits of the numeric range: what validation accepts is computed, whatever its magnitude, and the rest is
 //! refused.
 
-use crate::support::{answer, build, cuda_runners, fill, quantizing, runners};
+use crate::support::{answer, build, cuda_runners, fill, quantizing, row_bits, rows, runners};
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::plan::Isa;
@@ -12,7 +12,8 @@ use flashtile::{
     TensorView, TensorViewMut, Visibility, Workspace, merge, reference,
 };
 use flashtile_testkit::{
-    Case, CaseData, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tree, catalogue,
+    Case, CaseData, Failure, GuardedMask, Keep, MaskFill, Prepared, Rng, Runner, SimulatorRunner, Tree,
+    catalogue,
 };
 use std::time::{Duration, Instant};
 
@@ -504,6 +505,135 @@ fn edge_cases_of_the_catalogue_pass_on_the_simulator_too() {
             match prepared.run(runner) {
                 Ok(_) | Err(Failure::Skipped(_)) => {}
                 Err(failure) => panic!("{} on {}: {failure}", case.name, runner.name()),
+            }
+        }
+    }
+}
+
+/// A query and keys whose products with a large or a small scale are ordinary numbers.
+struct Scaled {
+    what: &'static str,
+    dtypes: &'static [Dtype],
+    scale: f32,
+    head_dim: usize,
+    /// Elements `d` of queries and of key `j`, from a number of a normal distribution.
+    q: fn(usize, f32) -> f32,
+    k: fn(usize, usize, f32) -> f32,
+    /// Whether devices compute it: they multiply the products alone, and may take subnormal numbers for zero.
+    on_devices: bool,
+}
+
+#[test]
+fn scales_that_overflow_a_query_or_take_its_digits_are_applied_to_its_products() {
+    use Dtype::{BF16, F32};
+    let cases = [
+        Scaled {
+            what: "an element that the scale makes infinite",
+            dtypes: &[F32, BF16],
+            scale: 1e9,
+            head_dim: 64,
+            q: |d, x| if d == 0 { 1e30 } else { 1e-9 * x },
+            k: |_, d, x| if d == 0 { 0.0 } else { 0.1 * x },
+            on_devices: true,
+        },
+        Scaled {
+            what: "a row that a negative scale makes infinite",
+            dtypes: &[F32],
+            scale: -1e19,
+            head_dim: 512,
+            q: |_, x| 1e20 * x,
+            k: |_, _, x| 1e-40 * x,
+            on_devices: false,
+        },
+        Scaled {
+            what: "the largest element times log2 e",
+            dtypes: &[F32, BF16],
+            scale: 1.0,
+            head_dim: 128,
+            q: |d, x| if d == 0 { -3e38 } else { x },
+            k: |_, d, x| if d == 0 { 0.0 } else { 0.1 * x },
+            on_devices: true,
+        },
+        Scaled {
+            what: "a row that the scale makes subnormal",
+            dtypes: &[F32],
+            scale: 2e-7,
+            head_dim: 512,
+            q: |_, _| 1.2e-38,
+            k: |j, _, x| if j % 2 == 0 { 3e38 } else { -2.5e38 } * (0.9 + 0.01 * x),
+            on_devices: false,
+        },
+        Scaled {
+            what: "a row that the scale makes 0",
+            dtypes: &[F32, BF16],
+            scale: 1e-20,
+            head_dim: 64,
+            q: |_, x| 1e-30 * x,
+            k: |_, _, x| 1e30 * x,
+            on_devices: true,
+        },
+        Scaled {
+            what: "a row that the scale makes small, with products beyond f32",
+            dtypes: &[F32],
+            scale: 1e-38,
+            head_dim: 512,
+            q: |_, _| 30.0,
+            k: |j, _, x| 3.3e34 * ((j % 7) as f32 / 3.5 - 1.0) + 1e33 * x,
+            on_devices: false,
+        },
+    ];
+    for Scaled { what, dtypes, scale, head_dim, q, k, on_devices } in cases {
+        for &dtype in dtypes {
+            for (q_len, softcap, alibi) in [(1, None, false), (5, Some(20.0), false), (40, None, true)] {
+                let mut case = Case::new("scaled", [1, 2, 1, q_len, 270, head_dim, 64], dtype)
+                    .scale(scale)
+                    .at(QOffset::At(3));
+                case.desc.softcap = softcap;
+                if alibi {
+                    case = case.alibi();
+                }
+                let mut built = build(&case);
+                let (mut rng, mut other) = (Rng::new(1), Rng::new(2));
+                for index in built.q.indices() {
+                    // Every third row is ordinary.
+                    let x = rng.normal();
+                    let ordinary = index[2] % 3 == 1;
+                    built.q.set(index, if ordinary { 0.0 } else { q(index[3], x) });
+                }
+                for index in built.k.indices() {
+                    built.k.set(index, k(index[2], index[3], other.normal()));
+                }
+                let what = format!("{what}, {q_len} rows of {dtype}");
+                if on_devices {
+                    everywhere(&built, &what);
+                } else {
+                    runners().iter().for_each(|runner| strictly(&built, runner, &what));
+                }
+            }
+        }
+    }
+}
+
+/// The scale of one row says nothing of another: rows computed together with it keep their bits.
+#[test]
+fn rows_beside_one_that_its_scale_overflows_keep_their_bits() {
+    for (q_len, kv_len) in [(2, 40), (50, 300)] {
+        let case = Case::new("beside", [1, 4, 2, q_len, kv_len, 64, 64], Dtype::F32).scale(0.3);
+        let ordinary = build(&case);
+        let mut built = ordinary.clone();
+        fill(&mut built.q, |index| match index {
+            [_, _, 1, 0] => 3.3e38,
+            [_, _, 1, _] => 0.0,
+            _ => ordinary.q.get(index),
+        });
+        built.problem = case.clone().scale(1.5).desc.validate().unwrap();
+        let mut alone = ordinary;
+        alone.problem = built.problem.clone();
+        for runner in runners() {
+            let (with, without) = (answer(&built, &runner), answer(&alone, &runner));
+            for row in rows(&built.problem).filter(|row| row[2] != 1) {
+                let bits = |answer| row_bits(&built.problem, answer, row);
+                assert_eq!(bits(&with), bits(&without), "{row:?} {runner:?}");
             }
         }
     }

@@ -13,6 +13,7 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::tensor::MaskRow;
+use std::cell::Cell;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
@@ -87,6 +88,7 @@ impl<'a> TaskState<'a> {
                 codes: scratch.add(layout.codes),
                 k_path: Path::Packed,
                 v_path: Path::Packed,
+                splits_scale: Cell::new(false),
             }
             .with_paths()
         }

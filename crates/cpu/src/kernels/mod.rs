@@ -17,6 +17,7 @@ mod probs;
     allow(dead_code, reason = "other targets have no instructions for most products")
 )]
 pub(crate) mod products;
+mod scale;
 mod scores;
 mod softmax;
 pub(crate) mod state;

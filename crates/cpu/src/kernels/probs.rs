@@ -69,7 +69,7 @@ fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool 
     let desc = work.cx.plan.problem().desc();
     // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
     let scale = P::scale_of_scores(work.score_scale()) <= 0.0;
-    desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale
+    desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale || work.splits_scale.get()
 }
 
 /// The changes of the scores of a query before the softmax.
@@ -93,7 +93,7 @@ pub(super) fn modifiers<'a, S: Simd, P: Products<S>>(
         position: (query.nearest(problem) - first as i64) as f32,
     };
     Modifiers {
-        scale: P::scale_of_scores(work.score_scale()),
+        scale: work.factor_of_scores(query).unwrap_or_else(|| P::scale_of_scores(work.score_scale())),
         offset: 0.0,
         softcap: problem.desc().softcap,
         alibi: work.cx.inputs.alibi_slopes.map(alibi),

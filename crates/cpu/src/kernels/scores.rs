@@ -8,6 +8,7 @@ use super::operands::Operands;
 use super::pack;
 use super::products::Products;
 use super::products::f32_fma::F32;
+use super::scale::is_scaled;
 use super::state::{Path, TaskState, Tile};
 use super::stream::{MAX_ROWS, Scores};
 use crate::simd::{Rows, Simd};
@@ -59,7 +60,8 @@ impl TaskState<'_> {
                 let query = std::slice::from_raw_parts_mut(self.packed_q.add(row * head_dim), head_dim);
                 if let Some(mean) = mean {
                     let products = query.iter().zip(mean).map(|(q, mean)| f64::from(*q) * f64::from(*mean));
-                    *self.mean_scores.add(row) = products.sum::<f64>() as f32;
+                    let factor = f64::from(self.factor_of_scores(&self.query(row)).unwrap_or(1.0));
+                    *self.mean_scores.add(row) = (products.sum::<f64>() * factor) as f32;
                 }
                 if let Some(rotation) = codes.coder().rotation() {
                     flashtile_core::codec::rotate(self.cx.token, rotation, query);
@@ -87,7 +89,7 @@ impl TaskState<'_> {
     }
 }
 
-/// Packs the queries of the task, scaled to units of the scores where their products take f32.
+/// Packs the queries of the task, scaled to units of the scores where their products take f32 and the scaled query is one ([`scale`](super::scale)).
 ///
 /// # Safety
 /// As [`Simd`].
@@ -100,7 +102,15 @@ pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(work: &TaskState<'_>)
         let (i, h) = work.place(row);
         let src = q.row(work.sequence.batch, h, work.sequence.q_start + i);
         // SAFETY: the row exists, and the region holds task_rows rows.
-        unsafe { P::pack_query(q.dtype(), src, head_dim, scale, work.packed_q.add(row * depth)) }
+        unsafe {
+            let dst = work.packed_q.add(row * depth);
+            P::pack_query(q.dtype(), src, head_dim, scale, dst);
+            if P::SCALES_QUERIES && !is_scaled::<S>(dst, head_dim) {
+                let factors = work.scale_factors(&work.query(row));
+                P::pack_query(q.dtype(), src, head_dim, factors.query, dst);
+                work.splits_scale.set(work.splits_scale.get() || factors.scores != 1.0);
+            }
+        }
     }
     if matches!(work.k_path, Path::Stream) {
         // SAFETY: the queries are packed, and the memory of packed keys is free in a task that packs none.

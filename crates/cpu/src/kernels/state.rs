@@ -14,6 +14,7 @@ use flashtile_core::inputs::Inputs;
 use flashtile_core::isa::IsaToken;
 use flashtile_core::problem::Sequence;
 use flashtile_core::tensor::TensorViewMut;
+use std::cell::Cell;
 use std::ops::Range;
 
 /// The inputs, outputs and workspace of a run, for all of its tasks. Checked against the plan's problem before it is made.
@@ -215,6 +216,9 @@ pub(crate) struct TaskState<'a> {
     /// How keys and values are read.
     pub(super) k_path: Path,
     pub(super) v_path: Path,
+    /// Whether the packed query of some row has another factor than the scale of the scores
+    /// ([`ScaleFactors`](super::scale::ScaleFactors)).
+    pub(super) splits_scale: Cell<bool>,
 }
 
 /// How the keys or values of a task are read.

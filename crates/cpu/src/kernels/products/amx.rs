@@ -83,6 +83,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
     const PER_F32: usize = 2;
     const DEPTH_STEP: usize = TILE;
     const KEY_STEP: usize = KEYS;
+    const SCALES_QUERIES: bool = false;
     const PEAK_ROUND: usize = TILE_CHAINS * TILE * TILE * 2 * TILE;
     type Chain = TileChain<S::V>;
 

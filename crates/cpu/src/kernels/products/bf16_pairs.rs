@@ -53,6 +53,7 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
     const PER_F32: usize = <Self as MulAdd<S>>::PER_F32;
     const DEPTH_STEP: usize = 1;
     const KEY_STEP: usize = 2;
+    const SCALES_QUERIES: bool = false;
     const PEAK_ROUND: usize = loops::CHAINS * S::LANES * 2;
     type Chain = S::V;
 

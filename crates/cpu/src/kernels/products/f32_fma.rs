@@ -42,6 +42,7 @@ impl<S: Simd> Products<S> for F32 {
     const PER_F32: usize = <Self as MulAdd<S>>::PER_F32;
     const DEPTH_STEP: usize = 1;
     const KEY_STEP: usize = 1;
+    const SCALES_QUERIES: bool = true;
     const PEAK_ROUND: usize = loops::CHAINS * S::LANES;
     type Chain = S::V;
 
