@@ -638,3 +638,49 @@ fn rows_beside_one_that_its_scale_overflows_keep_their_bits() {
         }
     }
 }
+
+/// Keys of which one is so far below the others that its probability underflows, with infinite values.
+fn underflowing(dtype: Dtype, [q_len, kv_len, at]: [usize; 3], score: f32) -> CaseData {
+    let case = Case::new("underflow", [1, 2, 1, q_len, kv_len, 64, 64], dtype).scale(1.0);
+    let mut built = build(&case);
+    fill(&mut built.q, |[.., d]| if d == 0 { 16.0 } else { 0.0 });
+    fill(
+        &mut built.k,
+        |[_, _, j, d]| if d > 0 { 0.0 } else { score / 16.0 * if j == at { -1.0 } else { 1.0 } },
+    );
+    for (d, x) in [(3, f32::INFINITY), (5, f32::NEG_INFINITY), (7, f32::INFINITY), (9, f32::NAN)] {
+        built.v.set([0, 0, at, d], x);
+    }
+    // Infinities of both signs, of which one has a probability.
+    let other = if at == 0 { kv_len - 1 } else { 0 };
+    built.v.set([0, 0, other, 7], f32::NEG_INFINITY);
+    built
+}
+
+#[test]
+fn an_infinite_value_whose_probability_underflows_stays_infinite() {
+    let shapes =
+        [[1, 2, 0], [1, 40, 3], [9, 40, 39], [1, 600, 3], [1, 600, 590], [40, 600, 3], [40, 600, 590]];
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        // Differences of 60, 400 and 4000: an ordinary probability, one below f32, and one below f64.
+        for (score, shape) in
+            [30.0, 200.0, 2000.0].into_iter().flat_map(|score| shapes.map(|shape| (score, shape)))
+        {
+            let built = underflowing(dtype, shape, score);
+            let expected = reference::attention(&built.problem, &built.inputs()).unwrap();
+            for row in expected.out.chunks(64) {
+                assert_eq!([row[3], row[5]], [f64::INFINITY, f64::NEG_INFINITY]);
+                assert!(row[7].is_nan() && row[9].is_nan());
+            }
+            let what = format!("{dtype} {score} {shape:?}");
+            for runner in runners() {
+                strictly(&built, &runner, &what);
+                for splits in if shape[1] == 600 { 2..4 } else { 0..0 } {
+                    let mut split = PlanOptions::default();
+                    split.splits = Some(splits);
+                    strictly(&built, &runner.with(split), &what);
+                }
+            }
+        }
+    }
+}

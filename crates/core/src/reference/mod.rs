@@ -206,7 +206,9 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let (probs, lse) = softmax(row);
     for (j, p) in probs {
         for (o, v) in out.iter_mut().zip(row.v.row(j)) {
-            *o += p * v;
+            // The probability of a finite score is positive, also where it underflows: an infinite value stays infinite.
+            let underflows = p == 0.0 && v.is_infinite() && row.score(j).is_some_and(f64::is_finite);
+            *o += if underflows { *v } else { p * v };
         }
     }
     lse

@@ -1,8 +1,9 @@
 //! The non-finite fallback: rows whose sums overflow where their means do not.
 //!
 //! Kernels add up products with unnormalised probabilities and divide by the sum of the probabilities at the end, so that a few values near the
-//! largest f32 overflow. Columns of a row that came out infinite or NaN, though its probabilities are finite, are recomputed: where the row sees
-//! no infinite or NaN value, one key after another in f64.
+//! largest f32 overflow; and an infinite value makes them NaN where its probability underflows. Columns of a row that came out infinite or
+//! NaN, though its probabilities are finite, are recomputed: from the infinite and NaN values that the row sees or, without any, one key after
+//! another in f64.
 
 #![allow(unsafe_code)]
 
@@ -40,24 +41,22 @@ impl Row<'_> {
     #[cold]
     #[inline(never)]
     pub(super) fn means(&self, sums: &[f32], mut found: impl FnMut(usize, f64)) {
-        // Values of codes and of f16 are too small to overflow.
-        let v = match &self.cx.inputs.v {
-            KvView::Elements(v) if v.dtype() != Dtype::F16 => v,
-            KvView::Elements(_) | KvView::Codes(_) => return,
-        };
         let q = self.query();
         let mut max_sum = None;
         let mut prob = |j: usize| {
             let (max, total) = *max_sum.get_or_insert_with(|| self.max_sum(&q));
-            (self.score(&q, j) - max).exp() / total
+            let score = self.score(&q, j);
+            let p = (score - max).exp() / total;
+            // The probability of a finite score is positive, however small.
+            if p == 0.0 && score.is_finite() { f64::MIN_POSITIVE } else { p }
         };
         let columns = || (0..sums.len()).filter(|&c| !sums[c].is_finite());
         // An infinity or a NaN decides a column alone.
         let mut means = [0.0f64; MAX_HEAD_DIM];
-        for j in self.keys().filter(|&j| has_nonfinite(v, self.place(j)) && !self.hides(j)) {
-            let mut p = None;
+        for j in self.keys().filter(|&j| self.has_nonfinite_value(j) && !self.hides(j)) {
+            let (value, mut p) = (self.value(j), None);
             for c in columns() {
-                let x = value(v, self.place(j), c);
+                let x = value[c];
                 if x.is_infinite() && !means[c].is_nan() {
                     means[c] += *p.get_or_insert_with(|| prob(j)) * x;
                 } else if x.is_nan() {
@@ -69,8 +68,8 @@ impl Row<'_> {
         columns().for_each(|c| finite[c] = means[c] == 0.0);
         if finite.contains(&true) {
             for j in self.keys().filter(|&j| !self.hides(j)) {
-                let p = prob(j);
-                columns().filter(|&c| finite[c]).for_each(|c| means[c] += p * value(v, self.place(j), c));
+                let (p, value) = (prob(j), self.value(j));
+                columns().filter(|&c| finite[c]).for_each(|c| means[c] += p * value[c]);
             }
         }
         columns().for_each(|c| found(c, means[c]));
@@ -100,6 +99,20 @@ impl Row<'_> {
         }
     }
 
+    /// The value of a key, filled up with zeros.
+    fn value(&self, j: usize) -> [f64; MAX_HEAD_DIM] {
+        row_of(&self.cx.inputs.v, self.place(j))
+    }
+
+    /// Whether the value of a key may have an infinity or a NaN.
+    fn has_nonfinite_value(&self, j: usize) -> bool {
+        match &self.cx.inputs.v {
+            KvView::Elements(view) => has_nonfinite(view, self.place(j)),
+            // Only bytes that no encoder writes decode to one.
+            KvView::Codes(_) => true,
+        }
+    }
+
     /// Whether a mask or a tree hides a key.
     fn hides(&self, j: usize) -> bool {
         let (inputs, s) = (self.cx.inputs, self.sequence);
@@ -126,16 +139,8 @@ impl Row<'_> {
     /// The score of a key that is not hidden, in natural units.
     fn score(&self, q: &[f64], j: usize) -> f64 {
         let (inputs, problem) = (self.cx.inputs, self.cx.plan.problem());
-        let place = self.place(j);
-        let dim = problem.dims().head_dim;
-        let product: f64 = match &inputs.k {
-            KvView::Elements(k) => (0..dim).map(|d| q[d] * value(k, place, d)).sum(),
-            KvView::Codes(codes) => {
-                let mut key = [0.0f32; MAX_HEAD_DIM];
-                codes.read(place.entry, place.head, place.row, &mut key[..dim]);
-                (0..dim).map(|d| q[d] * f64::from(key[d])).sum()
-            }
-        };
+        let key = row_of(&inputs.k, self.place(j));
+        let product: f64 = q.iter().zip(key).map(|(q, k)| q * k).sum();
         let mut score = product * f64::from(problem.scale());
         if let Some(cap) = problem.desc().softcap.map(f64::from) {
             score = cap * (score / cap).tanh();
@@ -165,18 +170,34 @@ pub(super) unsafe fn store(dtype: Dtype, dst: *mut u8, c: usize, x: f64) {
     }
 }
 
-fn value(view: &TensorView<'_>, Place { head, entry, row }: Place, d: usize) -> f64 {
-    f64::from(view.get([entry, head, row, d]))
+/// A row of keys or values, filled up with zeros.
+fn row_of(of: &KvView<'_>, Place { head, entry, row }: Place) -> [f64; MAX_HEAD_DIM] {
+    let mut x = [0.0; MAX_HEAD_DIM];
+    let dim = of.shape()[3];
+    match of {
+        KvView::Elements(view) => {
+            x[..dim]
+                .iter_mut()
+                .enumerate()
+                .for_each(|(d, x)| *x = f64::from(view.get([entry, head, row, d])));
+        }
+        KvView::Codes(codes) => {
+            let mut decoded = [0.0f32; MAX_HEAD_DIM];
+            codes.read(entry, head, row, &mut decoded[..dim]);
+            x.iter_mut().zip(decoded).for_each(|(x, decoded)| *x = f64::from(decoded));
+        }
+    }
+    x
 }
 
-/// Whether a row of f32 or bf16 has an infinite element or a NaN.
+/// Whether a row of elements has an infinity or a NaN.
 fn has_nonfinite(view: &TensorView<'_>, Place { head, entry, row }: Place) -> bool {
     let bytes = view.row_bytes([entry, head, row]);
-    // Exponents of all ones. bf16 has the exponent of the f32 whose upper half it is.
+    // Exponents of all ones.
+    let any = |mask: u16| bytes.as_chunks().0.iter().any(|x| u16::from_ne_bytes(*x) & mask == mask);
     match view.dtype() {
         Dtype::F32 => bytes.as_chunks().0.iter().any(|x| u32::from_ne_bytes(*x) & 0x7f80_0000 == 0x7f80_0000),
-        Dtype::F16 | Dtype::BF16 => {
-            bytes.as_chunks().0.iter().any(|x| u16::from_ne_bytes(*x) & 0x7f80 == 0x7f80)
-        }
+        Dtype::F16 => any(0x7c00),
+        Dtype::BF16 => any(0x7f80),
     }
 }
