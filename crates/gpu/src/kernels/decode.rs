@@ -248,7 +248,7 @@ fn add_values<
     for u in 0..U {
         let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
         let mut nonfinite = false;
-        if step.partial {
+        if step.partial || state.shrunk != 0 {
             nonfinite = any_nonfinite::<VF, DV, VW>(tile.values[u]);
         }
         if nonfinite {

@@ -2,7 +2,7 @@
 
 use super::rotation::{block_count, unrotate};
 use super::score::{HUGE_SCORE, LN2, from_log2, to_log2};
-use super::tile::{SHRINK, element_of};
+use super::tile::{SHRINK, element_of, weighed};
 use flashtile_core::tensor::reach;
 use flashtile_kernel::prelude::*;
 
@@ -167,14 +167,15 @@ fn mean_of<const DV: usize>(
     }
     let mut mean = whole / row.row_sum * simds as f32;
     if mean.abs() >= f32::INFINITY || mean.is_nan() {
-        // Sums may overflow where their mean does not. What is infinite or NaN stays so.
+        // Sums may overflow where their mean does not, and be NaN for an infinity whose factor underflows. What is infinite or NaN
+        // otherwise stays so.
         let mut small = 0.0;
         for split in 0..partials.splits {
             let one = partials.max_sum[2 * (partials.first + split)];
             if one != f32::NEG_INFINITY {
-                small += (one - row.row_max).exp2()
-                    * SHRINK
-                    * partials.out[(partials.first + split) as u64 * DV as u64 + c as u64];
+                let factor = (one - row.row_max).exp2() * SHRINK;
+                small +=
+                    weighed(factor, partials.out[(partials.first + split) as u64 * DV as u64 + c as u64]);
             }
         }
         small /= row.row_sum;

@@ -12,7 +12,7 @@
 use super::attend::Attend;
 use super::query::{RowTile, lane_query_row, result_of};
 use super::rows::coordinate;
-use super::tile::{Accumulator, shrink_of};
+use super::tile::{Accumulator, shrink_of, weighed};
 use flashtile_kernel::prelude::*;
 
 /// Where row `[t][n]` of a lane is among the `8 T` rows of the threadgroup.
@@ -88,7 +88,7 @@ fn sum_outputs<const S: usize, const N: usize, const T: usize>(
                     for h in 0..2usize {
                         for n in 0..2usize {
                             let at = (64 * (2 * (t * N + i) + h) + 32 * n) as u32 + simd_lane();
-                            let x = factors[t][n] * state.out[t][i][h][n];
+                            let x = weighed(factors[t][n], state.out[t][i][h][n]);
                             let mut sum = select(factors[t][n] < 0.0, 0.0, x);
                             if s > 0 {
                                 sum += sums[at];

@@ -6,7 +6,7 @@
 //! `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row `8 t + 2 p + n`.
 
 use super::attend::Attend;
-use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
+use super::formats::{BF16, F16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
 use super::pairs::{pairs, transposed_pairs};
 use super::query::{Features, RowBound};
@@ -342,6 +342,12 @@ pub fn greatest_score<const FORMAT: u32, const T: usize>(
     result
 }
 
+/// `p x`, where `p` is a probability or a ratio of two: positive, also where it underflows to 0, so that an infinity stays one.
+#[device]
+pub fn weighed(p: f32, x: f32) -> f32 {
+    select(p == 0.0 && x.abs() == f32::INFINITY, x, p * x)
+}
+
 /// Raises `row_max` to the greatest scores of a tile, where some row's is above it by more than the slack.
 #[device]
 #[inline(always)]
@@ -364,7 +370,7 @@ pub fn online_softmax<const N: usize, const T: usize>(
                 state.row_sum[t][n] *= by;
                 for i in 0..N {
                     for h in 0..2usize {
-                        state.out[t][i][h][n] *= by;
+                        state.out[t][i][h][n] = weighed(by, state.out[t][i][h][n]);
                     }
                 }
             }
@@ -522,8 +528,8 @@ fn value_lefts<
     lefts
 }
 
-/// Adds `p v` of a group of keys, key by key, where a value is not finite: `0 v` of a hidden key would not
-/// be 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
+/// Adds `p v` of a group of keys, key by key, where a value is not finite: `0 v` of a hidden key would not be 0, and of a key
+/// whose probability underflows not infinite. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
 pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
@@ -551,7 +557,7 @@ pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, cons
                 let x = gather::<FORMAT, D>(kv.v, row, c, head.levels, kv.codebooks);
                 for t in 0..T {
                     for n in 0..2usize {
-                        state.out[t][i][h][n] += select(seen[t][n], p[t][n] * x, 0.0);
+                        state.out[t][i][h][n] += select(seen[t][n], weighed(p[t][n], x), 0.0);
                     }
                 }
             }
@@ -580,14 +586,15 @@ fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_
     bits
 }
 
-/// Whether the SIMD group has to compute its rows again, because partial outputs overflowed though probabilities did
-/// not. Empties the accumulator if so. Partial outputs of f16 and of codes cannot overflow.
+/// Whether the SIMD group has to compute its rows again, because partial outputs are infinite or NaN though probabilities are
+/// not. Empties the accumulator if so. Partial outputs of f16 cannot overflow, but are NaN for an infinite value whose probability
+/// underflows; partial outputs of codes are finite.
 #[device]
 pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
 ) -> bool {
     let mut again = false;
-    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == BF16) {
+    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == F16 || FORMAT == BF16) {
         let shrunk = overflowed::<N, T>(state.out, state.row_sum);
         again = simd_any(shrunk != 0);
         if again {
@@ -596,7 +603,7 @@ pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
                 state.row_max[t] = [f32::NEG_INFINITY; 2];
                 state.row_sum[t] = [0.0; 2];
             }
-            state.shrunk = shrunk | SECOND_PASS;
+            state.shrunk = select(FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
         }
     }
     again

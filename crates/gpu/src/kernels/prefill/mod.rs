@@ -251,14 +251,14 @@ pub fn prefill<
             let probs = softmax_block::<K, VF, DV, KN, VN, M, F, KS>(
                 &mut state, products, queries, block, &scales, params,
             );
-            let v_block =
-                ValueBlock::<VL, VR> { words: v_words, codes: v_codes, any_partial: step.any_partial };
+            let finds_nonfinite = step.any_partial || state.shrunk != 0;
+            let v_block = ValueBlock::<VL, VR> { words: v_words, codes: v_codes, finds_nonfinite };
             store_values::<K, V, VF, DV, VC, VL, VR, VP, U, S, W, B>(
                 &mut keys, &mut vals, v_block, &nibbles, &mut flags,
             );
             barrier();
             next = fetch_next::<KF, VF, D, DV, KL, KR, KP, U, S, M>(k_memory, v_memory, pass, step.next);
-            block.has_nonfinite = step.any_partial && flags[0] != 0;
+            block.has_nonfinite = finds_nonfinite && flags[0] != 0;
             add_values::<K, V, VC, VN, M, F, S, W, B>(&mut state, &mut keys, &mut vals, probs, block, params);
             first = step.end;
         }

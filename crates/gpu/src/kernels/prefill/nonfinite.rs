@@ -1,14 +1,14 @@
-//! Products with values, those that are not finite among them where some row does not see all keys.
+//! Products with values, those that are not finite among them where some row does not see all keys, and in a second pass.
 
 use super::block::ROW_PADDING;
 use super::pass::{ScoredBlock, first_column};
 use super::softmax::pv_block;
 use crate::kernels::attend::Attend;
-use crate::kernels::tile::{Accumulator, Scoring, masked};
+use crate::kernels::tile::{Accumulator, Scoring, masked, weighed};
 use flashtile_kernel::prelude::*;
 
 /// Adds `p v` of the values of a block that are not finite, key by key to the rows that see it: `0 v` of a hidden key would not be
-/// 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
+/// 0, and of a key whose probability underflows not infinite. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
 fn add_nonfinite<
     V: Element,
@@ -42,7 +42,7 @@ fn add_nonfinite<
                     for n in 0..2usize {
                         let x = values[start + (8 * i + n) as u32].to_f32();
                         let adds = seen && !x.is_finite();
-                        state.out[m][i][h][n] += select(adds, p * x, 0.0);
+                        state.out[m][i][h][n] += select(adds, weighed(p, x), 0.0);
                     }
                 }
             }

@@ -4,12 +4,12 @@ use super::block::column_coordinate;
 use super::lefts::staged_start;
 use super::pass::{PrefillPass, first_column, lane_row, part_index, team_index};
 use crate::kernels::attend::Attend;
-use crate::kernels::formats::{BF16, F32};
+use crate::kernels::formats::{BF16, F16, F32};
 use crate::kernels::merge::{Merged, lse_of};
 use crate::kernels::query::{RowTile, head_of, result_of};
 use crate::kernels::rotation::unrotate;
 use crate::kernels::score::to_log2;
-use crate::kernels::tile::{Accumulator, SECOND_PASS, SHRINK, element_of, shrink_of};
+use crate::kernels::tile::{Accumulator, SECOND_PASS, SHRINK, element_of, shrink_of, weighed};
 use flashtile_kernel::prelude::*;
 
 /// Bits `2 m + h` of a lane's rows whose outputs are infinite or NaN while their `row_sum` is finite: they overflowed, or a value is
@@ -36,8 +36,9 @@ fn overflowed_rows<const N: usize, const M: usize>(
     bits
 }
 
-/// Whether the threadgroup has to compute its rows again, because outputs of some of them overflowed though probabilities did
-/// not. Empties the accumulator if so. Outputs of f16 and of codes cannot overflow. The SIMD groups of a team agree on the rows:
+/// Whether the threadgroup has to compute its rows again, because outputs of some of them are infinite or NaN though probabilities
+/// are not. Empties the accumulator if so. Outputs of f16 cannot overflow, but are NaN for an infinite value whose probability underflows;
+/// outputs of codes are finite. The SIMD groups of a team agree on the rows:
 /// `flags` has a word for each thread, from the second on.
 #[device]
 pub fn starts_second_pass<
@@ -51,7 +52,7 @@ pub fn starts_second_pass<
     flags: &mut Shared<u32>,
 ) -> bool {
     let mut again = false;
-    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == BF16) {
+    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == F16 || FORMAT == BF16) {
         flags[1 + thread_index()] = overflowed_rows::<N, M>(state.out, state.row_sum);
         barrier();
         let mut shrunk = 0u32;
@@ -68,7 +69,7 @@ pub fn starts_second_pass<
                 state.row_max[m] = [f32::NEG_INFINITY; 2];
                 state.row_sum[m] = [0.0; 2];
             }
-            state.shrunk = shrunk | SECOND_PASS;
+            state.shrunk = select(FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
         }
     }
     again
@@ -150,7 +151,7 @@ fn mean_of(x: f32, factor: f32) -> f32 {
     let mut mean = x * factor;
     if !mean.is_finite() {
         // The product may overflow where the mean does not. What is infinite or NaN stays so.
-        let small = x * (factor * SHRINK);
+        let small = weighed(factor * SHRINK, x);
         mean = small * (1.0 / SHRINK);
         if small.is_finite() {
             mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);

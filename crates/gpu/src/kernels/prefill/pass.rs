@@ -201,6 +201,6 @@ pub struct ScoredBlock<'a, const M: usize> {
     pub centered: bool,
     /// First column of the SIMD group's part of the values.
     pub column: u32,
-    /// Whether some value of the block is not finite, once the values have arrived, and some row may not see it.
+    /// Whether some value of the block was flagged as not finite, once the values have arrived.
     pub has_nonfinite: bool,
 }

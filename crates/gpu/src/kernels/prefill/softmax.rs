@@ -7,7 +7,7 @@ use crate::kernels::attend::Attend;
 use crate::kernels::formats::{has_half_norms, is_codes, is_mlx};
 use crate::kernels::query::RowBound;
 use crate::kernels::tile::{
-    Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, log2_near, masked, shrink_of,
+    Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, log2_near, masked, shrink_of, weighed,
 };
 use flashtile_kernel::prelude::*;
 
@@ -234,7 +234,7 @@ fn follow_row_max<const FORMAT: u32, const N: usize, const M: usize, const F: us
                 state.row_sum[m][h] *= by;
                 for i in 0..N {
                     for n in 0..2usize {
-                        state.out[m][i][h][n] *= by;
+                        state.out[m][i][h][n] = weighed(by, state.out[m][i][h][n]);
                     }
                 }
             }

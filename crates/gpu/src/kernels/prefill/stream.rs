@@ -87,12 +87,12 @@ pub struct ValueBlock<'a, const L: usize, const R: usize> {
     pub words: BlockWords<L, R>,
     /// How they become values.
     pub codes: Codes<'a>,
-    /// Whether some row of the threadgroup may not see some key.
-    pub any_partial: bool,
+    /// Whether values that are not finite are flagged.
+    pub finds_nonfinite: bool,
 }
 
-/// Stores the values of a block, and flags those that are not finite where some row may not see them: in the memory of the keys where they have none of their own, after every SIMD group has its products
-/// with these.
+/// Stores the values of a block, and flags those that are not finite where that is wanted: in the memory of the keys where they have
+/// none of their own, after every SIMD group has its products with these.
 #[device]
 #[inline(always)]
 pub fn store_values<
@@ -124,7 +124,7 @@ pub fn store_values<
     } else {
         store_block::<V, FORMAT, D, C, L, R, P, U, S>(values, 0, from.words, from.codes, nibbles);
     }
-    if from.any_partial {
+    if from.finds_nonfinite {
         flag_nonfinite::<FORMAT, D, L, R>(flags, from.words);
     }
 }
