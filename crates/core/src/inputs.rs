@@ -6,7 +6,7 @@ use crate::codec::{Codec, KvView};
 use crate::dtype::{Dtype, MaskKind};
 use crate::limits::MAX_ALIBI_SLOPE;
 use crate::problem::{Problem, Sequences};
-use crate::tensor::{MaskView, TensorView, TensorViewMut};
+use crate::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
 
 /// Tensors that a forward run reads.
 #[derive(Debug, Clone, Copy)]
@@ -187,6 +187,22 @@ pub enum RunError {
         /// The first token that is kept.
         first: usize,
     },
+    /// The memory of a tensor does not hold what its shape and strides reach.
+    Memory {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The reason.
+        error: ViewError,
+    },
+    /// Rows of keys or values do not lie at multiples of the size of an element, or of the alignment that their tensor claims.
+    Alignment {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The alignment expected, in bytes.
+        aligned: usize,
+        /// Where the first row starts in its memory, or a stride, in bytes.
+        got: usize,
+    },
     /// The workspace is smaller than the plan's.
     Workspace {
         /// Bytes that the plan needs.
@@ -239,6 +255,13 @@ impl std::fmt::Display for RunError {
             Self::NotKept { sequence, row, key, first } => {
                 write!(f, "query row {row} of sequence {sequence} sees key {key}, the first kept is {first}")
             }
+            Self::Memory { tensor, error } => write!(f, "{tensor}: {error}"),
+            Self::Alignment { tensor, aligned, got } => {
+                write!(
+                    f,
+                    "{tensor} has an offset or a stride of {got} bytes, expected a multiple of {aligned}"
+                )
+            }
             Self::Workspace { needed, got } => {
                 write!(f, "workspace has {got} bytes, the plan needs {needed}")
             }
@@ -251,7 +274,11 @@ impl std::fmt::Display for RunError {
 
 impl std::error::Error for RunError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        if let Self::Tables(error) = self { Some(error) } else { None }
+        match self {
+            Self::Tables(error) => Some(error),
+            Self::Memory { error, .. } => Some(error),
+            _ => None,
+        }
     }
 }
 

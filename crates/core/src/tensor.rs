@@ -80,7 +80,11 @@ pub fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError>
     }
 }
 
-fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewError> {
+/// Checks that memory of `len` elements holds what `shape` reaches with `strides`, of which the innermost is 1.
+///
+/// # Errors
+/// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+pub fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewError> {
     let needed = reach(shape, strides)?;
     if needed > len {
         return Err(ViewError::TooSmall { needed, got: len });

@@ -149,7 +149,9 @@ fn workspace(gpu: &Gpu, plan: &Plan, at: u64) -> Workspace<Memory> {
 fn of_kv<'m>(bytes: &'m Memory, kv: &DeviceKv<'_>, means: Option<&'m Memory>) -> GpuKv<'m, Memory> {
     let strides = match kv {
         DeviceKv::Elements(tensor) => {
-            let [batch, head, row, _] = tensor.raw.strides.map(|stride| stride * tensor.raw.dtype.bytes());
+            // The stride of an axis of a single index may be anything.
+            let size = tensor.raw.dtype.bytes();
+            let [batch, head, row, _] = tensor.raw.strides.map(|stride| stride.saturating_mul(size));
             [batch, head, row]
         }
         DeviceKv::Codes(codes) => [codes.strides[0], codes.strides[1], 0],

@@ -477,7 +477,7 @@ fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'
     }
     inputs::check_outputs(problem, of(&outputs.out.raw), outputs.lse.as_ref().map(|lse| lse.len))?;
     if let Some(tables) = &inputs.tables {
-        let expected = problem.sequences().len() * tables.width;
+        let expected = problem.sequences().len().saturating_mul(tables.width);
         if tables.entries != expected {
             let got = tables.entries;
             return Err(RunError::Length { tensor: "tables.table", expected, got }.into());

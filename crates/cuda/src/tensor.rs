@@ -64,8 +64,9 @@ impl<'a> DeviceCodes<'a> {
     /// [`ViewError::TooSmall`].
     pub const fn centered(mut self, means: DeviceList<'a>) -> Result<Self, ViewError> {
         let [_, heads, _, dim] = self.shape;
-        if means.len < heads * dim {
-            return Err(ViewError::TooSmall { needed: heads * dim, got: means.len });
+        let needed = heads.saturating_mul(dim);
+        if means.len < needed {
+            return Err(ViewError::TooSmall { needed, got: means.len });
         }
         self.means = Some(means);
         Ok(self)
@@ -170,9 +171,10 @@ impl RawTensor {
 
     /// Whether every row starts on 16 bytes.
     pub(super) fn in_vectors(&self) -> bool {
-        let [b, h, s, _] = self.strides.map(|stride| stride * self.dtype.bytes());
+        let [b, h, s, _] = self.strides;
         let used = [(self.shape[0], b), (self.shape[1], h), (self.shape[2], s)];
-        self.at.is_multiple_of(16) && used.iter().all(|&(n, stride)| n < 2 || stride.is_multiple_of(16))
+        let step = 16 / self.dtype.bytes();
+        self.at.is_multiple_of(16) && used.iter().all(|&(n, stride)| n < 2 || stride.is_multiple_of(step))
     }
 }
 
@@ -321,7 +323,9 @@ impl<'a> DeviceMask<'a> {
             MaskKind::Bool => 1,
             MaskKind::Additive(dtype) => dtype.bytes(),
         };
-        let step = |axis: usize| if self.shape[axis] == 1 { 0 } else { (self.strides[axis] * bytes) as i64 };
+        let step = |axis: usize| {
+            if self.shape[axis] == 1 { 0 } else { self.strides[axis].saturating_mul(bytes) as i64 }
+        };
         [step(0), step(1), step(2), step(3)]
     }
 }

@@ -209,12 +209,6 @@ impl<D: HostAccess> Session<D> {
         self.run_selected(|device, kept| {
             let page_size = inputs.tables.map(|tables| tables.page_size);
             check(&kept.problem, inputs, page_size, outputs)?;
-            if let Some(tables) = &inputs.tables {
-                let (expected, got) = (kept.problem.sequences().len() * tables.width, tables.table.len());
-                if got < expected {
-                    return Err(RunError::Length { tensor: "tables.table", expected, got }.into());
-                }
-            }
             kept.write_sequences(device, &[]).map_err(SessionError::device)?;
             kept.runs.run(device, kept.plan.launches(), inputs, outputs)
         })
@@ -234,11 +228,11 @@ impl<D: HostAccess> Session<D> {
     ) -> Result<(), SessionError<D::Error>> {
         self.select(desc)?;
         self.run_selected(|device, kept| {
-            check(&kept.problem, inputs, Some(tables.page_size), outputs)?;
-            let pages = inputs.k.shape[0];
-            check_tables(&kept.problem, tables, pages)?;
             let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
             inputs.tables = None;
+            check(&kept.problem, &inputs, Some(page_size), outputs)?;
+            let pages = inputs.k.shape[0];
+            check_tables(&kept.problem, tables, pages)?;
             if width == 1 && !wraps {
                 kept.write_sequences(device, &tables.table).map_err(SessionError::device)?;
             } else {
@@ -358,7 +352,7 @@ impl<D: HostAccess> Session<D> {
     }
 }
 
-/// Checks that tensors are the problem's; tokens of a page, where there are pages.
+/// Checks that tensors are the problem's and inside of their memory; tokens of a page, where there are pages.
 fn check<M, E>(
     problem: &Problem,
     inputs: &GpuInputs<'_, M>,
@@ -383,5 +377,7 @@ fn check<M, E>(
         return Err(RunError::Length { tensor: "v.means", expected: 0, got: means.len() }.into());
     }
     let out = (dtype(outputs.out.view.element())?, outputs.out.shape);
-    Ok(inputs::check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))?)
+    inputs::check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))?;
+    inputs.check(problem.sequences().len())?;
+    Ok(outputs.out.check().map_err(|error| RunError::Memory { tensor: "out", error })?)
 }

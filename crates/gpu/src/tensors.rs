@@ -2,6 +2,8 @@
 
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::RunError;
+use flashtile_core::tensor::{self, ViewError};
 use flashtile_kernel::{ScalarType, View, ViewMut};
 
 /// A strided tensor `[batch, heads, rows, dim]`, from the first element of the view on.
@@ -119,6 +121,84 @@ impl<'a, M> GpuOutputs<'a, M> {
     #[must_use]
     pub const fn new(out: GpuTensorMut<'a, M>) -> Self {
         Self { out, lse: None }
+    }
+}
+
+impl<M> GpuTensor<'_, M> {
+    /// Checks that the view has the elements that shape and strides reach.
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+    pub fn check(&self) -> Result<(), ViewError> {
+        tensor::check(self.shape, self.strides, self.view.len())
+    }
+}
+
+impl<M> GpuTensorMut<'_, M> {
+    /// As [`GpuTensor::check`], and that no two elements share memory.
+    ///
+    /// # Errors
+    /// As [`GpuTensor::check`], and [`ViewError::Overlap`].
+    pub fn check(&self) -> Result<(), ViewError> {
+        tensor::check(self.shape, self.strides, self.view.len())?;
+        tensor::check_disjoint(self.shape, self.strides)
+    }
+}
+
+impl<M> GpuKv<'_, M> {
+    /// Checks that the view has the bytes that shape and strides reach, that rows are aligned as `aligned` says, and that there is a mean
+    /// for each head.
+    pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
+        let Self { codec, shape: [batch, heads, rows, dim], strides: [b, h, row], aligned, .. } = *self;
+        let row_bytes = codec.row_bytes(dim);
+        let (shape, strides) = match codec.dtype() {
+            Some(_) => ([batch, heads, rows, row_bytes], [b, h, row, 1]),
+            // Rows of a page follow one another.
+            None => ([batch, heads, 1, rows.saturating_mul(row_bytes)], [b, h, 0, 1]),
+        };
+        let fits = tensor::check(shape, strides, self.bytes.len());
+        fits.map_err(|error| RunError::Memory { tensor: name, error })?;
+        let aligned = codec.dtype().map_or(1, Dtype::bytes).max(aligned);
+        let steps = shape.into_iter().zip(strides).take(3).filter(|(n, _)| *n > 1).map(|(_, stride)| stride);
+        if let Some(got) = steps.chain([self.bytes.span().offset]).find(|at| !at.is_multiple_of(aligned)) {
+            return Err(RunError::Alignment { tensor: name, aligned, got });
+        }
+        let (expected, got) = (heads.saturating_mul(dim), self.means.map_or(usize::MAX, |means| means.len()));
+        if got < expected { Err(RunError::Length { tensor: "k.means", expected, got }) } else { Ok(()) }
+    }
+}
+
+impl<M> GpuMask<'_, M> {
+    /// Checks that the view has the bytes of the elements that shape and strides reach.
+    pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
+        let size = match self.kind {
+            MaskKind::Bool => 1,
+            MaskKind::Additive(dtype) => dtype.bytes(),
+        };
+        let refused = |error| RunError::Memory { tensor: name, error };
+        let (needed, got) =
+            (tensor::reach(self.shape, self.strides).map_err(refused)?, self.bytes.len() / size);
+        if needed > got { Err(refused(ViewError::TooSmall { needed, got })) } else { Ok(()) }
+    }
+}
+
+impl<M> GpuTables<'_, M> {
+    /// Checks that the table has a line for each sequence.
+    pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
+        let (expected, got) = (sequences.saturating_mul(self.width), self.table.len());
+        if got < expected { Err(RunError::Length { tensor: "tables.table", expected, got }) } else { Ok(()) }
+    }
+}
+
+impl<M> GpuInputs<'_, M> {
+    /// Checks that the memory of every tensor holds what its shape and strides reach: kernels read there whatever they are told.
+    pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
+        self.q.check().map_err(|error| RunError::Memory { tensor: "q", error })?;
+        self.k.check("k")?;
+        self.v.check("v")?;
+        self.tables.map_or(Ok(()), |tables| tables.check(sequences))?;
+        self.tree.map_or(Ok(()), |tree| tree.check("tree"))?;
+        self.mask.map_or(Ok(()), |mask| mask.check("mask"))
     }
 }
 

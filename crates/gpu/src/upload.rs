@@ -68,8 +68,10 @@ fn rows([batch, heads, rows, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]>
     (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..rows).map(move |row| [b, h, row])))
 }
 
-/// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over.
+/// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over. An axis of
+/// a single index, whose stride may be anything, gets 0.
 fn packed(shape: [usize; 4], strides: [usize; 4]) -> ([usize; 4], usize) {
+    let strides: [usize; 4] = std::array::from_fn(|axis| if shape[axis] > 1 { strides[axis] } else { 0 });
     let elements = shape.iter().product();
     match reach(shape, strides) {
         Ok(reach) if reach <= elements => ([strides[0], strides[1], strides[2], 1], reach),

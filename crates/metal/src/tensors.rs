@@ -47,7 +47,8 @@ pub fn kv(memory: &Memory, shape: [usize; 4], strides: [usize; 4]) -> Result<Gpu
     let size = memory.element().bytes();
     let len = span(memory, shape, strides)?.len * size;
     let dtype = dtype_of(memory.element()).ok_or(ViewError::Misaligned { dtype: Dtype::F32 })?;
-    let [batch, head, row, _] = strides.map(|stride| stride * size);
+    // The stride of an axis of a single index may be anything.
+    let [batch, head, row, _] = strides.map(|stride| stride.saturating_mul(size));
     let used = shape.iter().zip([batch, head, row]).filter(|(n, _)| **n > 1).map(|(_, stride)| stride);
     Ok(GpuKv {
         bytes: View::new(memory, Span { element: ScalarType::U8, offset: 0, len }),

@@ -2,7 +2,9 @@
 
 use crate::error::SessionError;
 use flashtile_core::cache::CacheError;
+use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
+use flashtile_core::tensor::ViewError;
 use flashtile_kernel::{LaunchError, ScalarType};
 use std::fmt;
 
@@ -19,6 +21,8 @@ pub enum StoreError<E> {
         /// The type of the view.
         element: ScalarType,
     },
+    /// The memory of rows does not hold what their shape and strides reach. The cache is unchanged.
+    Memory(ViewError),
     /// A launch failed. Contents of the cache are unspecified after an error of the device.
     Launch(LaunchError<E>),
 }
@@ -37,6 +41,7 @@ impl<E> StoreError<E> {
             Self::Cache(error) => Err(error),
             Self::Unsupported(error) => Ok(SessionError::Unsupported(error)),
             Self::Element { element } => Ok(SessionError::Element { element }),
+            Self::Memory(error) => Ok(SessionError::Inputs(RunError::Memory { tensor: "rows", error })),
             Self::Launch(error) => Ok(SessionError::Launch(error)),
         }
     }
@@ -60,6 +65,7 @@ impl<E: fmt::Display> fmt::Display for StoreError<E> {
             Self::Cache(error) => error.fmt(f),
             Self::Unsupported(error) => error.fmt(f),
             Self::Element { element } => write!(f, "rows are of {element}, expected f32, f16 or bf16"),
+            Self::Memory(error) => write!(f, "rows: {error}"),
             Self::Launch(error) => error.fmt(f),
         }
     }
@@ -71,6 +77,7 @@ impl<E: std::error::Error + 'static> std::error::Error for StoreError<E> {
             Self::Cache(error) => Some(error),
             Self::Unsupported(error) => Some(error),
             Self::Element { .. } => None,
+            Self::Memory(error) => Some(error),
             Self::Launch(error) => Some(error),
         }
     }

@@ -235,10 +235,12 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok((index, self.codec.dtype() == Some(dtype)))
     }
 
-    /// Checks what is known of rows before they are stored: that there is code for their type, and how many they are.
+    /// Checks what is known of rows before they are stored: that there is code for their type, how many they are, and that their memory
+    /// holds them.
     pub(super) fn check<E>(&self, rows: &GpuRows<'_, M>) -> Result<(), StoreError<E>> {
         let (index, _) = self.instance(rows.view.element())?;
         made(&self.writers[index])?;
+        rows.check().map_err(StoreError::Memory)?;
         let (heads, tokens) = (self.shape[1], rows.shape[2]);
         if tokens > max_rows(heads) { Err(size(tokens, heads).into()) } else { Ok(()) }
     }

@@ -182,6 +182,7 @@ where
     fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error> {
         let element = k.view.element();
         let dtype = dtype_of(element).ok_or(StoreError::Element { element })?;
+        k.check().map_err(StoreError::Memory)?;
         let [_, heads, tokens, dim] = k.shape;
         let (rows, size) = (tokens.min(MEAN_ROWS), dtype.bytes());
         if rows == 0 {
@@ -270,6 +271,7 @@ where
         v: &mut Self::RowsMut<'_>,
     ) -> Result<(), Self::Error> {
         self.k.assert_inside(runs.iter());
+        k.check().and_then(|()| v.check()).map_err(StoreError::Memory)?;
         let (device, mean) = (&self.device, self.device_mean(layer));
         let mut lists = self.lists.lock().unwrap_or_else(PoisonError::into_inner);
         for runs in runs.chunks(MAX_RUNS) {

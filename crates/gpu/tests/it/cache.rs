@@ -4,14 +4,14 @@ use flashtile_core::cache::{
     CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache, PageCopy, PageStore,
 };
 use flashtile_core::codec::{Codec, EncodeError};
-use flashtile_gpu::cache::{GpuRows, GpuStore, StoreError};
+use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
 use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::kernels::cache::{copy_rows, read_codes, read_elements};
 use flashtile_gpu::kernels::encode::append;
 use flashtile_gpu::kernels::formats::hadamard_order;
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Instance, ScalarType, bf16};
+use flashtile_kernel::{DeviceMemory, Instance, ScalarType, bf16};
 use flashtile_testkit::CacheTwins;
 
 /// Encoder and decoder of f32 rows.
@@ -153,6 +153,29 @@ fn a_layer_does_not_lose_its_mean_to_rows_without_one() {
     let refused = cache.append(&[(seq, 1)], &[(of(), of()), (of(), of())]).unwrap_err();
     assert_eq!(refused, StoreError::Cache(CacheError::MeanNotFinite));
     assert_eq!(cache.len(seq).unwrap(), 0);
+}
+
+#[test]
+fn rows_beyond_their_memory_are_refused() {
+    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    learned.key_mean = KeyMean::Learned;
+    let store = GpuStore::with_native(Simulator::new(), &learned, Some(find)).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
+    let seq = cache.create().unwrap();
+    let mut rows = Memory::from_slice(&[0.5f32; 3 * 2 * 64]);
+    for strides in [[0, 64, 129, 1], [0, usize::MAX, 128, 1], [0, 64, usize::MAX / 3, 1], [0, 64, 128, 2]] {
+        let of = || GpuRows { view: rows.view(), shape: [1, 2, 3, 64], strides };
+        let refused = cache.append(&[(seq, 3)], &[(of(), of()), (of(), of())]).unwrap_err();
+        assert!(matches!(refused, StoreError::Memory(_)), "{refused}");
+        assert_eq!(cache.len(seq).unwrap(), 0);
+    }
+    let of = || GpuRows { view: rows.view(), shape: [1, 2, 3, 64], strides: [usize::MAX, 64, 128, 1] };
+    cache.append(&[(seq, 3)], &[(of(), of()), (of(), of())]).unwrap();
+    let mut other = Memory::from_slice(&[0.0f32; 3 * 2 * 64]);
+    let mut k = GpuRowsMut { view: rows.view_mut(), shape: [1, 2, 3, 64], strides: [0, 64, 128, 1] };
+    let mut v = GpuRowsMut { view: other.view_mut(), shape: [1, 2, 3, 64], strides: [0, 65, 128, 1] };
+    let refused = cache.linearize(seq, 0, &mut k, &mut v).unwrap_err();
+    assert!(matches!(refused, StoreError::Memory(_)), "{refused}");
 }
 
 #[test]
