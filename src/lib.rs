@@ -70,8 +70,8 @@ pub mod cache {
 
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
-        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, KeyMean, KvCache, MEAN_ROWS,
-        PageStore, SeqId, Snapshot,
+        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, KvCache, PageStore, SeqId,
+        Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }
@@ -85,7 +85,7 @@ pub mod codec {
     //! How caches store rows of keys and values.
 
     pub use flashtile_core::codec::{
-        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, RowKind, Side, mean_row,
+        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, RowKind, Side, key_mean,
     };
 }
 

@@ -59,7 +59,7 @@ pub struct StepTensors<'a> {
 
 /// A step of a batch over a cache, begun by [`KvCacheExt::step`]. Dropped without [`Step::finish`], as by an error in a layer, it
 /// takes its tokens back: sequences have the lengths from before the step. What stays are tokens that a ring gave up for the
-/// step, the copy of a page that a fork began to write, and a mean of the keys that the step was the first to learn.
+/// step, and the copy of a page that a fork began to write.
 #[derive(Debug)]
 #[must_use = "a step that is dropped takes its tokens back"]
 pub struct Step<'c> {

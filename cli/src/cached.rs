@@ -4,7 +4,8 @@ use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
 use crate::operands::{Operands, Order};
 use crate::options::Storage;
-use flashtile::cache::KeyMean;
+use flashtile::codec::key_mean;
+use flashtile::quality::MEAN_ROWS;
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset,
     SeqLens, Sequence, Sequences, TensorView, Unsupported,
@@ -102,10 +103,10 @@ impl Cached {
             stored.k,
         );
         desc.v = stored.v;
-        if stored.centered {
-            desc.key_mean = KeyMean::Learned;
-        }
         let mut cache = KvCache::new(desc).map_err(Failure::new)?;
+        if stored.centered {
+            center(&mut cache, operands)?;
+        }
         let mut ids = Vec::with_capacity(sequences.len());
         for (index, sequence) in sequences.iter().enumerate() {
             let id = cache.create().map_err(Failure::new)?;
@@ -144,6 +145,21 @@ impl Cached {
     pub(crate) fn bytes(&self) -> usize {
         let tokens: usize = self.problem.sequences().iter().map(|sequence: &Sequence| sequence.kv_len).sum();
         tokens * self.cache.desc().token_bytes()
+    }
+}
+
+/// Gives a cache the mean of the first keys of the first sequence that has keys.
+fn center(cache: &mut KvCache, operands: &Operands<'_>) -> Result<()> {
+    let Some(mut first) = operands.problem.sequences().iter().find(|of| of.kv_len > 0).copied() else {
+        return Ok(());
+    };
+    first.kv_len = first.kv_len.min(MEAN_ROWS);
+    let mean = key_mean(&operands.k_rows(&first)?);
+    // Keys that have no finite mean are refused when they are stored, by their row.
+    if mean.iter().all(|x| x.is_finite()) {
+        cache.set_key_mean(0, &mean).map_err(Failure::new)
+    } else {
+        Ok(())
     }
 }
 

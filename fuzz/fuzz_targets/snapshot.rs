@@ -61,6 +61,9 @@ fn attend(cache: &KvCache, seq: SeqId) {
 /// Exercises a cache with a snapshot.
 fn restore(snapshot: &Snapshot, desc: CacheDesc) -> Result<(), CacheError> {
     let mut cache = KvCache::new(desc)?;
+    if let Some(mean) = snapshot.key_mean(0)? {
+        cache.set_key_mean(0, mean)?;
+    }
     let seq = cache.restore(snapshot)?;
     let before = rows(&cache, seq);
     attend(&cache, seq);

@@ -57,12 +57,15 @@ fn open() -> PyErr {
 
 #[pymethods]
 impl Cache {
-    /// An empty cache with a description in JSON.
+    /// An empty cache with a description in JSON, and the means `[layers][kv_heads * head_dim]` of its keys.
     #[new]
-    fn new(desc: &str) -> PyResult<Self> {
+    fn new(desc: &str, means: Option<Vec<Vec<f32>>>) -> PyResult<Self> {
         let desc: CacheDesc =
             serde_json::from_str(desc).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let cache = KvCache::new(desc).map_err(refused)?;
+        let mut cache = KvCache::new(desc).map_err(refused)?;
+        for (layer, mean) in means.iter().flatten().enumerate() {
+            cache.set_key_mean(layer, mean).map_err(refused)?;
+        }
         Ok(Self { home: Arc::new(Mutex::new(Some(cache))) })
     }
 

@@ -4,9 +4,10 @@ use crate::attention::check_process;
 use crate::failure::refused;
 use crate::memory::Memory;
 use crate::options::Options;
-use flashtile::cache::MEAN_ROWS;
-use flashtile::codec::mean_row;
-use flashtile::quality::{Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, compare};
+use flashtile::codec::key_mean;
+use flashtile::quality::{
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, compare,
+};
 use flashtile::{Codec, Problem, ProblemDesc, TensorView};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -68,7 +69,8 @@ impl Pair<'_> {
             [Some(KeyCodec { codec: *codec, centered: false }), centered]
         };
         let keys: Vec<KeyCodec> = values.iter().flat_map(plain_and_centered).flatten().collect();
-        let means: Vec<Vec<f32>> = (0..dims.kv_heads).map(|head| self.mean(head)).collect();
+        let means: Vec<Vec<f32>> =
+            (0..dims.kv_heads).map(|head| self.mean(head)).collect::<flashtile::Result<_>>()?;
         let heads: Vec<(usize, usize)> =
             (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head))).collect();
         let of = |&(batch, head): &(usize, usize)| {
@@ -82,10 +84,12 @@ impl Pair<'_> {
         ))
     }
 
-    /// The mean that a cache learns: of the first keys of the first batch entry.
-    fn mean(&self, head: usize) -> Vec<f32> {
+    /// The mean of the first keys of the first batch entry.
+    fn mean(&self, head: usize) -> flashtile::Result<Vec<f32>> {
         let [_, _, tokens, dim] = self.k.shape();
-        mean_row(&gather(&self.k, [0, head], 0..tokens.min(MEAN_ROWS)), dim)
+        let rows = tokens.min(MEAN_ROWS);
+        let keys = gather(&self.k, [0, head], 0..rows);
+        Ok(key_mean(&TensorView::bhsd(&keys, [1, 1, rows, dim])?))
     }
 
     fn compare(

@@ -5,7 +5,7 @@
 mod session;
 
 use crate::support::{answer, build, cuda, cuda_runners, cuda_with_wgmma, options};
-use flashtile::cache::KeyMean;
+use flashtile::codec::key_mean;
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{
     CudaError, DeviceError, DeviceInputs, DeviceOutputs, DeviceTensor, DeviceTensorMut, Session,
@@ -470,10 +470,9 @@ fn cache_desc(
 #[test]
 fn ten_thousand_operations_leave_the_bytes_of_a_cache_in_main_memory() {
     let Some(cuda) = cuda() else { return };
-    let mut learned = cache_desc(PAGED, (Codec::Int8, 128), (Codec::Tq5, 128));
-    learned.key_mean = KeyMean::Learned;
+    let centered = cache_desc(PAGED, (Codec::Int8, 128), (Codec::Tq5, 128));
     let cases = [
-        (learned, ScalarType::Bf16),
+        (centered, ScalarType::Bf16),
         (cache_desc(ODD_PAGES, (Codec::Int8, 64), (Codec::Int8, 64)), ScalarType::F32),
         (cache_desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32),
         (cache_desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 64)), ScalarType::Bf16),
@@ -487,6 +486,9 @@ fn ten_thousand_operations_leave_the_bytes_of_a_cache_in_main_memory() {
     for (desc, element) in cases {
         let stream = cuda.context().new_stream().unwrap();
         let mut twins = CacheTwins::new(cuda.gpu().on(&stream), desc, element, None).unwrap();
+        if desc == centered {
+            twins.center().unwrap();
+        }
         if let Err(why) = twins.run(1000, 50) {
             panic!("{desc:?}: {why}");
         }
@@ -505,13 +507,17 @@ fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
         (Codec::F32, Codec::F32),
     ] {
         let stream = cuda.context().new_stream().unwrap();
-        let mut desc = cache_desc(PAGED, (k, dim), (v, dim));
-        desc.key_mean = if k == Codec::Int8 { KeyMean::Learned } else { KeyMean::None };
+        let desc = cache_desc(PAGED, (k, dim), (v, dim));
         let (mut host, mut device) = (KvCache::new(desc).unwrap(), cuda.kv_cache(desc, &stream).unwrap());
         let mut rng = Rng::new(3);
         let mut data = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<f32>>();
         let (q, keys, values) = (data(5 * 6 * dim), data(tokens * heads * dim), data(tokens * heads * dim));
         let view = |x| TensorView::packed::<f32>(x, [tokens, heads, dim]).unwrap();
+        if k == Codec::Int8 {
+            let mean = key_mean(&view(&keys));
+            host.set_key_mean(1, &mean).unwrap();
+            device.set_key_mean(1, &mean).unwrap();
+        }
         let [on_host, on_device] = [host.create().unwrap(), device.create().unwrap()];
         host.append(&[(on_host, tokens)], &[(view(&keys), view(&values)); 2]).unwrap();
         let rows = |x, tokens, heads| Rows::new(&stream, x, [tokens, heads, dim]);

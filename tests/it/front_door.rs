@@ -1,6 +1,5 @@
 //! The front door: one call gives what describing, planning and running gives, bit for bit.
 
-use flashtile::cache::KeyMean;
 use flashtile::{
     Attention, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dtype, Error, Inputs, KvCache, KvCacheExt,
     MaskView, Outputs, OwnedTensor, PlanOptions, ProblemDesc, QOffset, Runner, SeqId, SeqLens, StepTensors,
@@ -217,11 +216,11 @@ const DIM: usize = 64;
 
 fn cache(layout: CacheLayout, codec: Codec) -> KvCache {
     let shape = CacheShape { layers: 2, kv_heads: 2, head_dim: DIM, value_dim: DIM };
-    let mut desc = CacheDesc::new(layout, shape, codec);
+    let mut cache = KvCache::new(CacheDesc::new(layout, shape, codec)).unwrap();
     if codec == Codec::Int8 {
-        desc.key_mean = KeyMean::Learned;
+        (0..2).for_each(|layer| cache.set_key_mean(layer, &numbers(2 * DIM, 40)).unwrap());
     }
-    KvCache::new(desc).unwrap()
+    cache
 }
 
 /// Runs a step with random rows, and returns the output of both layers.

@@ -1,7 +1,7 @@
 //! Inputs that no model or encoder produces: snapshots that are cut or changed; rows of zeros, NaN and infinities
 //! wherever a cache takes rows; tables and descriptions of any numbers.
 
-use flashtile::cache::{BlockTables, CsrTables, KeyMean, NO_PAGE, Snapshot};
+use flashtile::cache::{BlockTables, CsrTables, NO_PAGE, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
 use flashtile::plan::AnyFacts;
 use flashtile::problem::MAX_LEN;
@@ -52,9 +52,28 @@ fn append(cache: &mut KvCache, seq: SeqId, k: &[f32], v: &[f32]) -> Result<(), C
     cache.append(&[(seq, n)], &[pair; LAYERS])
 }
 
+/// An empty cache with a mean of the keys of every layer, if they are quantized.
+fn centered(desc: CacheDesc) -> KvCache {
+    let mut cache = KvCache::new(desc).unwrap();
+    for layer in 0..LAYERS {
+        if desc.k.dtype().is_none() {
+            cache.set_key_mean(layer, &rows(7 + layer as u64, 1, DIMS[0])).unwrap();
+        }
+    }
+    cache
+}
+
 /// A cache with one sequence of random tokens.
 fn filled(desc: CacheDesc) -> (KvCache, SeqId) {
-    let mut cache = KvCache::new(desc).unwrap();
+    filled_in(KvCache::new(desc).unwrap())
+}
+
+/// Like [`filled`], with centered keys.
+fn filled_centered(desc: CacheDesc) -> (KvCache, SeqId) {
+    filled_in(centered(desc))
+}
+
+fn filled_in(mut cache: KvCache) -> (KvCache, SeqId) {
     let seq = cache.create().unwrap();
     append(&mut cache, seq, &rows(1, TOKENS, DIMS[0]), &rows(2, TOKENS, DIMS[1])).unwrap();
     (cache, seq)
@@ -94,25 +113,22 @@ fn attend(cache: &KvCache, seq: SeqId, layer: usize) -> (Vec<f32>, Vec<f64>) {
 fn snapshots_as_bytes_are_the_snapshots() {
     for layout in LAYOUTS {
         for (k, v) in codecs().zip(codecs().collect::<Vec<_>>().into_iter().rev()) {
-            let mut learning = desc(layout, k, v);
-            if k.dtype().is_none() {
-                learning.key_mean = KeyMean::Learned;
-            }
-            let (mut cache, seq) = filled(learning);
+            let (mut cache, seq) = filled_centered(desc(layout, k, v));
             cache.forget(seq, 3).unwrap();
             let snapshot = cache.snapshot(seq).unwrap();
             let bytes = snapshot.to_bytes();
             let read = Snapshot::from_bytes(&bytes).unwrap();
             assert_eq!((read.first(), read.len(), read.as_bytes()), (3, TOKENS, snapshot.as_bytes()));
             assert_eq!(read.to_bytes(), bytes);
-            let mut other = KvCache::new(desc(LAYOUTS[2], k, v)).unwrap();
+            let mut other = centered(desc(LAYOUTS[2], k, v));
             let restored = other.restore(&read).unwrap();
             other.poison_unused();
             for layer in 0..LAYERS {
                 assert_eq!(contents(&other, restored, layer), contents(&cache, seq, layer), "{k} {v}");
-                assert_eq!(other.key_mean(layer).unwrap(), cache.key_mean(layer).unwrap());
-                assert_eq!(other.key_mean(layer).unwrap().is_some(), k.dtype().is_none());
+                assert_eq!(read.key_mean(layer).unwrap(), cache.key_mean(layer).unwrap());
+                assert_eq!(read.key_mean(layer).unwrap().is_some(), k.dtype().is_none());
             }
+            assert_eq!(read.key_mean(LAYERS), Err(CacheError::Layer { got: LAYERS, layers: LAYERS }));
             // Also of an empty sequence.
             let empty = cache.create().unwrap();
             let empty = cache.snapshot(empty).unwrap();
@@ -124,11 +140,7 @@ fn snapshots_as_bytes_are_the_snapshots() {
 #[test]
 fn snapshots_that_are_cut_or_longer_are_refused() {
     for (k, v) in [(Codec::F16, Codec::F32), (Codec::Int8, Codec::Tq5)] {
-        let mut learning = desc(LAYOUTS[0], k, v);
-        if k.dtype().is_none() {
-            learning.key_mean = KeyMean::Learned;
-        }
-        let (cache, seq) = filled(learning);
+        let (cache, seq) = filled_centered(desc(LAYOUTS[0], k, v));
         let bytes = cache.snapshot(seq).unwrap().to_bytes();
         for cut in 0..bytes.len() {
             let refusal = Snapshot::from_bytes(&bytes[..cut]).unwrap_err();
@@ -202,9 +214,7 @@ fn headers_that_say_something_else_are_refused() {
     );
 
     // Means that no cache can have.
-    let mut learning = desc(LAYOUTS[0], Codec::Int8, Codec::Tq5);
-    learning.key_mean = KeyMean::Learned;
-    let (cache, seq) = filled(learning);
+    let (cache, seq) = filled_centered(desc(LAYOUTS[0], Codec::Int8, Codec::Tq5));
     let mut bytes = cache.snapshot(seq).unwrap().to_bytes();
     let at = NAMES + 32 + LAYERS + 4 * 5;
     bytes[at..at + 4].copy_from_slice(&f32::NAN.to_ne_bytes());
@@ -238,11 +248,7 @@ fn a_snapshot_of_other_rows_is_refused_by_the_cache() {
 #[test]
 fn changed_bits_of_headers_do_no_harm() {
     for (k, v) in [(Codec::BF16, Codec::F16), (Codec::Tq4, Codec::Int8)] {
-        let mut learning = desc(LAYOUTS[0], k, v);
-        if k.dtype().is_none() {
-            learning.key_mean = KeyMean::Learned;
-        }
-        let (cache, seq) = filled(learning);
+        let (cache, seq) = filled_centered(desc(LAYOUTS[0], k, v));
         let bytes = cache.snapshot(seq).unwrap().to_bytes();
         let (mut refused, mut taken) = (0, 0);
         for bit in 0..8 * (NAMES + 32 + LAYERS) {
@@ -254,7 +260,7 @@ fn changed_bits_of_headers_do_no_harm() {
             };
             taken += 1;
             for layout in LAYOUTS {
-                let mut other = KvCache::new(desc(layout, k, v)).unwrap();
+                let mut other = centered(desc(layout, k, v));
                 if let Ok(seq) = other.restore(&snapshot) {
                     contents(&other, seq, 0);
                 }
@@ -322,18 +328,23 @@ fn bytes_of_anything_are_refused() {
     }
 }
 
+/// An empty cache whose keys have a mean of one number.
+fn constant(codec: Codec, mean: Option<f32>) -> KvCache {
+    let mut cache = KvCache::new(desc(LAYOUTS[2], codec, codec)).unwrap();
+    for (layer, mean) in (0..LAYERS).flat_map(|layer| mean.map(|mean| (layer, mean))) {
+        cache.set_key_mean(layer, &[mean; HEADS * DIMS[0]]).unwrap();
+    }
+    cache
+}
+
 #[test]
 fn zeros_are_zeros_in_every_codec() {
     for codec in codecs() {
-        for centered in [false, true] {
-            let mut desc = desc(LAYOUTS[2], codec, codec);
-            if centered && codec.dtype().is_some() {
+        for mean in [None, Some(0.0)] {
+            if mean.is_some() && codec.dtype().is_some() {
                 continue;
             }
-            if centered {
-                desc.key_mean = KeyMean::Learned;
-            }
-            let mut cache = KvCache::new(desc).unwrap();
+            let mut cache = constant(codec, mean);
             let seq = cache.create().unwrap();
             let (k, v) = (vec![0.0; TOKENS * HEADS * DIMS[0]], vec![-0.0; TOKENS * HEADS * DIMS[1]]);
             append(&mut cache, seq, &k, &v).unwrap();
@@ -348,9 +359,7 @@ fn zeros_are_zeros_in_every_codec() {
         }
         // All keys equal: centering leaves zeros.
         if codec.dtype().is_none() {
-            let mut desc = desc(LAYOUTS[2], codec, codec);
-            desc.key_mean = KeyMean::Learned;
-            let mut cache = KvCache::new(desc).unwrap();
+            let mut cache = constant(codec, Some(2.5));
             let seq = cache.create().unwrap();
             append(&mut cache, seq, &[2.5; TOKENS * HEADS * DIMS[0]], &rows(2, TOKENS, DIMS[1])).unwrap();
             let [k, _] = contents(&cache, seq, 1);

@@ -4,7 +4,7 @@ use crate::support::{
     Row, all_runners, answer, build, copy, cuda_with_wgmma, fill, options, quantizing, row_bits, rows,
     runners, seers,
 };
-use flashtile::cache::KeyMean;
+use flashtile::codec::key_mean;
 use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile};
 use flashtile::{
     AttentionState, CacheDesc, CacheLayout, CacheShape, Codec, CudaPlan, Dims, Dtype, KvCache, MaskKind,
@@ -529,11 +529,11 @@ fn codes_means_and_merges_do_not_depend_on_floats() {
     let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 256, value_dim: 256 };
     for codec in Codec::ALL {
         let work = || {
-            let mut desc = CacheDesc::new(CacheLayout::Paged { pages: 8, page_size: 8 }, shape, codec);
-            if codec.dtype().is_none() {
-                desc.key_mean = KeyMean::Learned;
-            }
+            let desc = CacheDesc::new(CacheLayout::Paged { pages: 8, page_size: 8 }, shape, codec);
             let mut cache = KvCache::new(desc).unwrap();
+            if codec.dtype().is_none() {
+                cache.set_key_mean(0, &key_mean(&view)).unwrap();
+            }
             let seq = cache.create().unwrap();
             cache.append(&[(seq, 40)], &[(view, view)]).unwrap();
             let mut back = [

@@ -1,13 +1,13 @@
 //! Quantized keys and values: attention, and caches that store them.
 
 use crate::support::{all_pass, answer, build, options, quantizing};
-use flashtile::cache::KeyMean;
-use flashtile::codec::{CodePages, MAX_NORM, Side};
+use flashtile::codec::{CodePages, MAX_NORM, Side, key_mean};
 use flashtile::plan::machines;
 use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CudaPlan, Dtype, HeadShape, KernelChoice,
-    KvCache, Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, TensorView, Visibility,
+    KvCache, Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, TensorView, TensorViewMut,
+    Visibility,
 };
 use flashtile_testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 
@@ -261,9 +261,18 @@ fn biased(seed: u64, tokens: usize, gain: f32) -> Vec<f32> {
     rows(seed, [tokens, 2, 96]).iter().enumerate().map(|(at, x)| x + bias[at % 192]).collect()
 }
 
+/// An empty cache with a mean of its keys, if there is one.
+fn cache_with(desc: CacheDesc, mean: Option<&[f32]>) -> KvCache {
+    let mut cache = KvCache::new(desc).unwrap();
+    if let Some(mean) = mean {
+        cache.set_key_mean(0, mean).unwrap();
+    }
+    cache
+}
+
 #[test]
-fn a_mean_is_learned_or_given_and_then_fixed() {
-    let layout = CacheLayout::Paged { pages: 20, page_size: 16 };
+fn a_mean_is_given_and_then_fixed() {
+    let desc = desc(CacheLayout::Paged { pages: 20, page_size: 16 }, Codec::Tq4, Codec::Tq4);
     let error = |cache: &KvCache, seq, k: &[f32]| -> f64 {
         let (got, _) = contents(cache, seq);
         let tokens = k.len() / 192;
@@ -271,75 +280,158 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
         got.iter().enumerate().map(|(at, x)| f64::from(x - want(at)).powi(2)).sum::<f64>() / got.len() as f64
     };
     let (k, v) = (biased(1, 64, 20.0), rows(2, [64, 2, 64]));
-    let mut plain = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
-    let mut learned = desc(layout, Codec::Tq4, Codec::Tq4);
-    learned.key_mean = KeyMean::Learned;
-    let mut learned = KvCache::new(learned).unwrap();
-    let seqs = [&mut plain, &mut learned].map(|cache| {
+    let mean = key_mean(&TensorView::packed::<f32>(&k, [64, 2, 96]).unwrap());
+    let (mut plain, mut centered) = (cache_with(desc, None), cache_with(desc, Some(&mean)));
+    let seqs = [&mut plain, &mut centered].map(|cache| {
         let seq = cache.create().unwrap();
         append(cache, seq, &k, &v).unwrap();
         seq
     });
-    let (without, with) = (error(&plain, seqs[0], &k), error(&learned, seqs[1], &k));
+    let (without, with) = (error(&plain, seqs[0], &k), error(&centered, seqs[1], &k));
     assert!(with < 0.012 && without > 50.0 * with, "{with} with the mean, {without} without");
-    assert_eq!(plain.key_mean(0).unwrap(), None);
-    let mean = learned.key_mean(0).unwrap().unwrap().to_vec();
-    assert_eq!(mean.len(), 192);
+    assert_eq!((plain.key_mean(0).unwrap(), centered.key_mean(0).unwrap()), (None, Some(&mean[..])));
 
-    let mut given = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
-    given.set_key_mean(0, &mean).unwrap();
-    let seq = given.create().unwrap();
-    append(&mut given, seq, &k, &v).unwrap();
-    assert_eq!(given.snapshot(seq).unwrap().as_bytes(), learned.snapshot(seqs[1]).unwrap().as_bytes());
+    let mut elements = desc;
+    elements.k = Codec::F16;
     let refusals = [
-        given.set_key_mean(0, &mean),
-        given.set_key_mean(1, &mean),
-        given.set_key_mean(0, &mean[1..]),
-        given.set_key_mean(0, &[f32::NAN; 192]),
-        KvCache::new(desc(layout, Codec::F16, Codec::Tq4)).unwrap().set_key_mean(0, &mean),
-        plain.restore(&learned.snapshot(seqs[1]).unwrap()).map(|_| ()),
+        centered.set_key_mean(0, &mean),
+        centered.set_key_mean(1, &mean),
+        centered.set_key_mean(0, &mean[1..]),
+        centered.set_key_mean(0, &[f32::NAN; 192]),
+        // Of no rows.
+        centered.set_key_mean(0, &key_mean(&TensorView::packed::<f32>(&[], [0, 2, 96]).unwrap())),
+        cache_with(elements, None).set_key_mean(0, &mean),
     ];
     let want = [
         "layer 0 has rows: the mean of its keys is fixed",
         "layer 1 asked for, the cache has 1",
         "mean has 191 elements, expected 192: kv_heads * head_dim",
         "mean holds a NaN or an infinity",
+        "mean holds a NaN or an infinity",
         "keys are stored as f16, expected a quantizing codec for a mean",
-        "snapshot has keys of layer 0 with another mean than this cache has",
     ];
     for (refusal, want) in refusals.into_iter().zip(want) {
         assert_eq!(refusal.unwrap_err().to_string(), want);
     }
-    let mut elements = desc(layout, Codec::BF16, Codec::Tq4);
-    elements.key_mean = KeyMean::Learned;
-    assert_eq!(
-        KvCache::new(elements).unwrap_err().to_string(),
-        "keys are stored as bf16, expected a quantizing codec for a mean"
-    );
-    // A snapshot includes its mean.
-    let mut fresh = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
-    let restored = fresh.restore(&learned.snapshot(seqs[1]).unwrap()).unwrap();
-    assert_eq!(contents(&fresh, restored), contents(&learned, seqs[1]));
-    // A first write that is refused does not set a mean.
-    let mut spoiled = desc(layout, Codec::Tq4, Codec::Tq4);
-    spoiled.key_mean = KeyMean::Learned;
-    let mut spoiled = KvCache::new(spoiled).unwrap();
-    let seq = spoiled.create().unwrap();
-    let mut bad = k.clone();
-    bad[5 * 192] = f32::NAN;
-    let refusal = append(&mut spoiled, seq, &bad, &v).unwrap_err();
-    assert_eq!(refusal.to_string(), "layer 0: row 5 of head 0 of k holds a NaN or an infinity");
-    assert_eq!(spoiled.key_mean(0).unwrap(), None);
-    // Nor does one that a later layer refuses.
-    let mut deep = *spoiled.desc();
-    deep.layers = 2;
-    let mut deep = KvCache::new(deep).unwrap();
-    let seq = deep.create().unwrap();
-    let view = |x, dim| TensorView::packed::<f32>(x, [64, 2, dim]).unwrap();
-    let layers = [(view(&k, 96), view(&v, 64)), (view(&bad, 96), view(&v, 64))];
-    let refusal = deep.append(&[(seq, 64)], &layers).unwrap_err();
-    assert_eq!(refusal.to_string(), "layer 1: row 5 of head 0 of k holds a NaN or an infinity");
-    assert_eq!(deep.key_mean(0).unwrap(), None);
+    // Until rows are stored, it can be replaced. It stays when their sequence has ended.
+    let mut replaced = cache_with(desc, Some(&[1.0; 192]));
+    replaced.set_key_mean(0, &mean).unwrap();
+    let seq = replaced.create().unwrap();
+    append(&mut replaced, seq, &k, &v).unwrap();
+    assert!(replaced.snapshot(seq).unwrap().to_bytes() == centered.snapshot(seqs[1]).unwrap().to_bytes());
+    replaced.remove(seq).unwrap();
+    assert_eq!(replaced.set_key_mean(0, &[1.0; 192]), Err(CacheError::MeanFixed { layer: 0 }));
+}
+
+#[test]
+fn a_snapshot_is_restored_over_its_own_mean_only() {
+    let desc = desc(CacheLayout::Paged { pages: 20, page_size: 16 }, Codec::Tq4, Codec::Tq4);
+    let (k, v) = (biased(1, 20, 20.0), rows(2, [20, 2, 64]));
+    let mean = key_mean(&TensorView::packed::<f32>(&k, [20, 2, 96]).unwrap());
+    let snapshot = |mean| {
+        let mut cache = cache_with(desc, mean);
+        let seq = cache.create().unwrap();
+        append(&mut cache, seq, &k, &v).unwrap();
+        (cache.snapshot(seq).unwrap(), contents(&cache, seq))
+    };
+    let (plain, (centered, rows)) = (snapshot(None).0, snapshot(Some(&mean)));
+    assert_eq!((plain.key_mean(0), centered.key_mean(0)), (Ok(None), Ok(Some(&mean[..]))));
+    let other = vec![1.0; 192];
+    for (snapshot, mean) in [
+        (&centered, None),
+        (&centered, Some(&other[..])),
+        (&plain, Some(&other[..])),
+        (&plain, Some(&mean[..])),
+    ] {
+        for written in [false, true] {
+            let mut cache = cache_with(desc, mean);
+            if written {
+                let seq = cache.create().unwrap();
+                append(&mut cache, seq, &k, &v).unwrap();
+            }
+            let before = cache.memory();
+            assert_eq!(
+                cache.restore(snapshot).unwrap_err().to_string(),
+                "snapshot has keys of layer 0 with another mean than this cache has"
+            );
+            // A snapshot sets no mean, which would hold for all other sequences.
+            assert_eq!((cache.key_mean(0).unwrap(), cache.memory()), (mean, before));
+        }
+    }
+    let mut fresh = cache_with(desc, centered.key_mean(0).unwrap());
+    let seq = fresh.restore(&centered).unwrap();
+    assert_eq!(contents(&fresh, seq), rows);
+}
+
+/// Attention of a query of four heads over each sequence of a batch; the bits of the last one.
+fn answer_of(cache: &KvCache, batch: &[SeqId]) -> Vec<u32> {
+    let &CacheDesc { head_dim, value_dim, .. } = cache.desc();
+    let lens: Vec<_> = batch.iter().map(|&seq| SeqLens::decode(cache.len(seq).unwrap())).collect();
+    let mut desc = ProblemDesc::over(cache.desc(), 4, Dtype::F32, &lens);
+    desc.visibility = Visibility::causal();
+    let problem = desc.validate().unwrap();
+    let tables = cache.tables(batch).unwrap();
+    let q = rows(9, [1, 4, head_dim]).repeat(batch.len());
+    let q = TensorView::packed::<f32>(&q, [batch.len(), 4, head_dim]).unwrap();
+    let mut out = vec![f32::NAN; batch.len() * 4 * value_dim];
+    let view = TensorViewMut::packed(&mut out, [batch.len(), 4, value_dim]).unwrap();
+    let cpu = Cpu::new();
+    let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
+    let inputs = cache.inputs(0, q, &tables).unwrap();
+    cpu.run(&plan, &inputs, &mut Outputs::new(view), &mut plan.workspace()).unwrap();
+    out[(batch.len() - 1) * 4 * value_dim..].iter().map(|x| x.to_bits()).collect()
+}
+
+/// Appends rows to a sequence in chunks, after a sequence of one large key that has ended, in writes of another sequence too,
+/// and with a fork on the way. Gives the three sequences, the first one last.
+fn append_beside_others(cache: &mut KvCache, k: &[f32], v: &[f32], chunk: usize) -> [SeqId; 3] {
+    let &CacheDesc { head_dim, value_dim, kv_heads, .. } = &cache.desc().to_owned();
+    let (k_row, v_row) = (kv_heads * head_dim, kv_heads * value_dim);
+    let large: Vec<f32> = rows(5, [1, kv_heads, head_dim]).iter().map(|x| 8.0 * x).collect();
+    let warm_up = cache.create().unwrap();
+    append(cache, warm_up, &large, &v[..v_row]).unwrap();
+    cache.remove(warm_up).unwrap();
+    let [other, seq] = [(); 2].map(|()| cache.create().unwrap());
+    let mut fork = None;
+    for (k, v) in k.chunks(chunk * k_row).zip(v.chunks(chunk * v_row)) {
+        let (both_k, both_v) = ([&large[..], k].concat(), [&v[..v_row], v].concat());
+        let total = 1 + k.len() / k_row;
+        let view = |x, dim| TensorView::packed::<f32>(x, [total, kv_heads, dim]).unwrap();
+        let layer = (view(&both_k, head_dim), view(&both_v, value_dim));
+        cache.append(&[(other, 1), (seq, total - 1)], &[layer]).unwrap();
+        if fork.is_none() {
+            let forked = cache.fork(seq).unwrap();
+            append(cache, forked, &large, &v[..v_row]).unwrap();
+            fork = Some(forked);
+        }
+    }
+    [fork.unwrap(), other, seq]
+}
+
+#[test]
+fn other_sequences_and_chunks_change_neither_bytes_nor_answers() {
+    for layout in LAYOUTS {
+        for (k_codec, v_codec) in Codec::ALL.into_iter().zip(Codec::ALL.into_iter().rev()) {
+            let desc = desc(layout, k_codec, v_codec);
+            let (k, v) = (rows(1, [30, 2, desc.head_dim]), rows(2, [30, 2, desc.value_dim]));
+            let mean = rows(3, [1, 2, desc.head_dim]);
+            for mean in [None, Some(&mean[..]).filter(|_| k_codec.dtype().is_none())] {
+                let mut alone = cache_with(desc, mean);
+                let seq = alone.create().unwrap();
+                append(&mut alone, seq, &k, &v).unwrap();
+                let (bytes, answer) = (alone.snapshot(seq).unwrap().to_bytes(), answer_of(&alone, &[seq]));
+                for chunk in [1, 7, 30] {
+                    let mut cache = cache_with(desc, mean);
+                    let all = append_beside_others(&mut cache, &k, &v, chunk);
+                    cache.poison_unused();
+                    let what = format!("{k_codec} {v_codec} {layout:?} in chunks of {chunk}");
+                    assert!(cache.snapshot(all[2]).unwrap().to_bytes() == bytes, "{what}");
+                    assert_eq!(answer_of(&cache, &all[2..]), answer, "{what}");
+                    assert_eq!(answer_of(&cache, &all), answer, "{what}, in a batch");
+                }
+            }
+        }
+    }
 }
 
 /// Attention of four query heads over a cache, and over its decoded tokens in f32.

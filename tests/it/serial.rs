@@ -1,6 +1,5 @@
 //! Descriptions come back from JSON as they went, and plans say what they are.
 
-use flashtile::cache::KeyMean;
 use flashtile::plan::{AnyFacts, machines};
 use flashtile::{
     AnyPlan, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc,
@@ -53,10 +52,14 @@ fn a_description_is_what_a_user_would_write() {
 fn caches_and_plans() {
     let shape = CacheShape { layers: 2, kv_heads: 8, head_dim: 128, value_dim: 128 };
     let mut cache = CacheDesc::new(CacheLayout::Paged { pages: 64, page_size: 16 }, shape, Codec::Int8);
-    (cache.v, cache.key_mean) = (Codec::Tq5, KeyMean::Learned);
+    cache.v = Codec::Tq5;
     let text = serde_json::to_string(&cache).unwrap();
-    assert!(text.contains(r#""k":"int8","v":"tq5","key_mean":"learned""#), "{text}");
+    assert!(text.contains(r#""k":"int8","v":"tq5""#), "{text}");
     assert_eq!(serde_json::from_str::<CacheDesc>(&text).unwrap(), cache);
+    // A cache takes no mean from what it stores: a description that asks for it is refused, not ignored.
+    let learned = text.replace(r#""v":"tq5""#, r#""v":"tq5","key_mean":"learned""#);
+    let refused = serde_json::from_str::<CacheDesc>(&learned).unwrap_err().to_string();
+    assert!(refused.starts_with("unknown field `key_mean`"), "{refused}");
 
     let desc = ProblemDesc::over(&cache, 32, Dtype::BF16, &[SeqLens::decode(601)]);
     let plan = Cpu::new().plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();

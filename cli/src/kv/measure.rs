@@ -4,12 +4,11 @@ use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
 use crate::failure::{self, Failure};
 use crate::progress::ticking;
-use flashtile::cache::MEAN_ROWS;
-use flashtile::codec::{EncodeError, mean_row};
+use flashtile::codec::{EncodeError, key_mean};
 use flashtile::quality::{
-    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, RefusedRow, compare,
 };
-use flashtile::{Codec, Sequence};
+use flashtile::{Codec, Sequence, TensorView};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -259,6 +258,13 @@ pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
     all.fold((0, 0), |(some, all), of| (some + of.min(rows), all + of))
 }
 
+/// The mean of the first keys of a head.
+fn mean_of(keys: &[f32], dim: usize) -> Result<Vec<f32>, String> {
+    let rows = (keys.len() / dim).min(MEAN_ROWS);
+    let keys = TensorView::bhsd(keys, [1, 1, rows, dim]).map_err(|e| e.to_string())?;
+    Ok(key_mean(&keys))
+}
+
 fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Found {
     let problem = &pair.problem;
     let (dims, sequence) = (problem.dims(), &problem.sequences()[unit.sequence]);
@@ -284,11 +290,10 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // A cache learns its mean from the rows written first, here the first sequence with rows.
+    // One mean serves all sequences, as in a cache: that of the first sequence with rows.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
-    let of_first = |k: &[f32]| mean_row(&k[..k.len().min(MEAN_ROWS * dims.head_dim)], dims.head_dim);
-    let mean =
-        if std::ptr::eq(first, sequence) { of_first(&k) } else { of_first(&pair.keys(first, unit.head)) };
+    let of_first = if std::ptr::eq(first, sequence) { None } else { Some(pair.keys(first, unit.head)) };
+    let mean = mean_of(of_first.as_ref().unwrap_or(&k), dims.head_dim)?;
     let (head_dim, value_dim) = (dims.head_dim, dims.value_dim);
     let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: problem.scale() };
     let mut attention = HeadAttention::new(head);

@@ -17,7 +17,7 @@ as --layout says. Also reads, if present,
   kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
 
 For each codec, with and without subtracting the mean of the keys (centered; the mean is that of
-the first 256 keys, as a cache learns it):
+the first 256 keys, as run --center-keys gives it to a cache):
   bits           per element, including scales
   k error, v error
                  mean square error relative to the mean square

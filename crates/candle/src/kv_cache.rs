@@ -88,7 +88,8 @@ impl KvCache {
         &self.inner
     }
 
-    /// The cache itself, to change it.
+    /// The cache itself, to change it: to snapshot and restore sequences, or to give it the means of quantized keys
+    /// ([`set_key_mean`](flashtile::KvCache::set_key_mean)).
     pub const fn inner_mut(&mut self) -> &mut flashtile::KvCache {
         &mut self.inner
     }

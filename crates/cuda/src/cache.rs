@@ -111,27 +111,16 @@ impl PageStore for CudaStore {
         rows.raw.shape
     }
 
-    fn check(
-        &self,
-        layer: usize,
-        mean: Option<&[f32]>,
-        k: &DeviceTensor<'_>,
-        v: &DeviceTensor<'_>,
-    ) -> Result<(), CudaError> {
+    fn check(&self, layer: usize, k: &DeviceTensor<'_>, v: &DeviceTensor<'_>) -> Result<(), CudaError> {
         let (k_memory, v_memory) = (self.borrow(&k.raw), self.borrow(&v.raw));
-        Ok(self.inner.check(layer, mean, &rows(&k_memory, &k.raw), &rows(&v_memory, &v.raw))?)
-    }
-
-    fn mean_of(&self, k: &DeviceTensor<'_>) -> Result<Option<Vec<f32>>, CudaError> {
-        let memory = self.borrow(&k.raw);
-        Ok(self.inner.mean_of(&rows(&memory, &k.raw))?)
+        Ok(self.inner.check(layer, &rows(&k_memory, &k.raw), &rows(&v_memory, &v.raw))?)
     }
 
     fn key_mean(&self, layer: usize) -> Option<&[f32]> {
         self.inner.key_mean(layer)
     }
 
-    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), CudaError> {
+    fn set_key_mean(&mut self, layer: usize, mean: Vec<f32>) -> Result<(), CudaError> {
         Ok(self.inner.set_key_mean(layer, mean)?)
     }
 

@@ -17,8 +17,8 @@ pub type MetalKvCache = KvCache<MetalStore>;
 pub type MetalStore = GpuStore<Gpu>;
 
 /// Calls `work` with a cache whose operations go to a new encoder of a command buffer of the device's queue, which the caller commits before
-/// a later operation of the cache that is on the queue. Operations that read on the host are refused meanwhile: checks of stored rows, the
-/// mean of the first keys of a cache that centers them, snapshots.
+/// a later operation of the cache that is on the queue. Operations that read on the host are refused meanwhile: checks of stored rows, and
+/// snapshots.
 ///
 /// # Errors
 /// The errors of `work`, [`Error::OtherQueue`] and [`Error::NoObject`].

@@ -104,6 +104,20 @@ where
         Ok(Self { host, device, sequences: Vec::new(), rng: Rng::new(7), element })
     }
 
+    /// Gives both caches a mean of the keys of every layer.
+    ///
+    /// # Errors
+    /// What refuses it.
+    pub fn center(&mut self) -> Result<(), String> {
+        let CacheDesc { layers, kv_heads, head_dim, .. } = *self.host.desc();
+        for layer in 0..layers {
+            let mean: Vec<f32> = (0..kv_heads * head_dim).map(|_| self.rng.normal()).collect();
+            self.host.set_key_mean(layer, &mean).map_err(|e| e.to_string())?;
+            self.device.set_key_mean(layer, &mean).map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+
     /// Performs random operations, and compares all sequences after every `every` of them.
     ///
     /// # Errors

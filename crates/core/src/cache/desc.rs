@@ -82,26 +82,6 @@ pub struct CacheDesc {
     pub k: Codec,
     /// Codec of the values.
     pub v: Codec,
-    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets
-    /// one explicitly.
-    #[cfg_attr(feature = "serde", serde(default))]
-    pub key_mean: KeyMean,
-}
-
-/// The largest number of rows that [`KeyMean::Learned`] averages.
-pub const MEAN_ROWS: usize = 256;
-
-/// The mean that is subtracted from quantized keys before they are stored, for each layer and head.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
-pub enum KeyMean {
-    /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets one.
-    #[default]
-    None,
-    /// The mean of the first rows written to a layer: the rows of its first write, at most [`MEAN_ROWS`]. It never
-    /// changes afterwards, so that stored bytes depend on what was written first.
-    Learned,
 }
 
 impl CacheDesc {
@@ -109,7 +89,7 @@ impl CacheDesc {
     #[must_use]
     pub const fn new(layout: CacheLayout, shape: CacheShape, codec: Codec) -> Self {
         let CacheShape { layers, kv_heads, head_dim, value_dim } = shape;
-        Self { layout, layers, kv_heads, head_dim, value_dim, k: codec, v: codec, key_mean: KeyMean::None }
+        Self { layout, layers, kv_heads, head_dim, value_dim, k: codec, v: codec }
     }
 
     /// Bytes of one token in all layers; saturating.
@@ -176,9 +156,6 @@ impl CacheDesc {
             if !codec.supports(dim) {
                 return Err(CacheError::CodecDim { tensor, codec, dim });
             }
-        }
-        if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
-            return Err(CacheError::MeanOfElements { codec: self.k });
         }
         // Pools are viewed as tensors, whose size in bytes of f32, the widest dtype, must be addressable.
         let [k, v] = self.pools();

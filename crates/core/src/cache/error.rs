@@ -165,7 +165,8 @@ pub enum CacheError {
         /// The largest length.
         max: usize,
     },
-    /// The keys of a snapshot have another mean than the cache has.
+    /// The keys of a snapshot have another mean than the cache has, or one of the two has none:
+    /// [`KvCache::set_key_mean`](super::KvCache::set_key_mean) takes that of [`Snapshot::key_mean`](super::Snapshot::key_mean).
     SnapshotMean {
         /// The first layer whose mean differs.
         layer: usize,

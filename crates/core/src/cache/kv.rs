@@ -1,6 +1,6 @@
 //! A KV cache, on the host or on a device.
 
-use super::desc::{CacheDesc, KeyMean};
+use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
@@ -25,19 +25,11 @@ pub struct KvCache<S: PageStore = HostStore> {
     desc: CacheDesc,
     table: SequenceTable,
     store: S,
-    layers: Vec<LayerState>,
+    /// `[layers]`: whether rows have been stored, which fixes the mean of the layer's keys.
+    written: Vec<bool>,
     /// Scratch memory, empty between operations.
     copies: Vec<PageCopy>,
     runs: Vec<RowRun>,
-}
-
-/// Events that fix the mean of a layer's keys.
-#[derive(Debug, Clone, Copy, Default)]
-struct LayerState {
-    /// Rows have been stored.
-    written: bool,
-    /// The caller has set it.
-    given: bool,
 }
 
 /// Memory use of a cache. Bookkeeping, a few bytes per page, is not counted.
@@ -83,8 +75,7 @@ impl KvCache {
     /// An empty cache in main memory. Its pools start on cache lines and are zero; untouched pages take address space only.
     ///
     /// # Errors
-    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::MeanOfElements`], [`CacheError::SizeOverflow`] or
-    /// [`CacheError::Memory`].
+    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`] or [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
         Self::with_store(HostStore::new(&desc)?)
@@ -93,8 +84,8 @@ impl KvCache {
     /// Replaces a sequence's rows in one layer by rows that were stored elsewhere, byte for byte. `k` and `v` are
     /// slots `[1, kv_heads, capacity, dim]` in the codecs of the cache, such as [`CodePages::from_mlx`] makes: each
     /// kept token `j` becomes row `j % capacity`. Add tokens to a new sequence by [`KvCache::extend`] first. Pages
-    /// shared with another sequence are copied first, in all layers. A layer without a mean of its keys
-    /// does not learn one from these rows.
+    /// shared with another sequence are copied first, in all layers. Keys must have been stored with the layer's mean
+    /// ([`KvCache::set_key_mean`]), or both without one.
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`] (also if a slot has fewer rows than there are kept tokens),
@@ -131,7 +122,7 @@ impl KvCache {
         self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
         self.copy_pages()?;
         let of = &mut self.store.layers[layer];
-        self.layers[layer].written |= !kept.is_empty();
+        self.written[layer] |= !kept.is_empty();
         for run in self.table.runs(seq, kept.clone())? {
             of.k.load(run, kept.start + run.at, k);
             of.v.load(run, kept.start + run.at, v);
@@ -232,10 +223,10 @@ impl<S: PageStore> KvCache<S> {
         let desc = *store.desc();
         desc.validate()?;
         let table = SequenceTable::new(desc.layout)?;
-        let mut layers = Vec::new();
-        reserve(&mut layers, desc.layers)?;
-        layers.resize(desc.layers, LayerState::default());
-        Ok(Self { desc, table, store, layers, copies: Vec::new(), runs: Vec::new() })
+        let mut written = Vec::new();
+        reserve(&mut written, desc.layers)?;
+        written.resize(desc.layers, false);
+        Ok(Self { desc, table, store, written, copies: Vec::new(), runs: Vec::new() })
     }
 
     /// The memory of the rows.
@@ -330,10 +321,10 @@ impl<S: PageStore> KvCache<S> {
     ) -> Result<(), S::Error> {
         self.desc.check_layer(layer)?;
         self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
-        let mean = self.check(layer, k, v)?;
+        self.store.check(layer, k, v)?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages()?;
-        self.write_rows(layer, batch, mean, (k, v))
+        self.write_rows(layer, batch, k, v)
     }
 
     /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer. If any of it is refused,
@@ -352,18 +343,35 @@ impl<S: PageStore> KvCache<S> {
         for (k, v) in layers {
             self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
         }
-        let check = |(layer, (k, v)): (usize, &(S::Rows<'_>, S::Rows<'_>))| self.check(layer, k, v);
-        let means: Vec<_> = layers.iter().enumerate().map(check).collect::<Result<_, _>>()?;
+        for (layer, (k, v)) in layers.iter().enumerate() {
+            self.store.check(layer, k, v)?;
+        }
         self.extend(batch)?;
-        for (layer, ((k, v), mean)) in layers.iter().zip(means).enumerate() {
-            self.write_rows(layer, batch, mean, (k, v))?;
+        for (layer, (k, v)) in layers.iter().enumerate() {
+            self.write_rows(layer, batch, k, v)?;
         }
         Ok(())
     }
 
     /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized.
     /// Attention adds its effect to the scores in f32. Keys with a constant component, such as projections with a
-    /// bias produce, need it: codes then resolve the rest. It cannot change once rows are stored.
+    /// bias produce, need it: codes then resolve the rest.
+    ///
+    /// The mean is a constant of the model, measured once, from the keys of a representative prompt, by
+    /// [`codec::key_mean`](crate::codec::key_mean). It cannot change once rows are stored in the layer, also where their
+    /// sequences have ended. A cache never derives one from the rows that it stores.
+    ///
+    /// ```
+    /// use flashtile::codec::key_mean;
+    /// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache, TensorView};
+    /// let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    /// let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
+    /// let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::Int8))?;
+    /// let keys = vec![3.0f32; 200 * 2 * 64]; // of layer 0, of a prompt of 200 tokens: [tokens, heads, dim]
+    /// cache.set_key_mean(0, &key_mean(&TensorView::packed(&keys, [200, 2, 64])?))?;
+    /// assert_eq!(cache.key_mean(0)?, Some(&[3.0; 2 * 64][..]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`],
@@ -377,18 +385,16 @@ impl<S: PageStore> KvCache<S> {
         if !mean.iter().all(|x| x.is_finite()) {
             return Err(CacheError::MeanNotFinite.into());
         }
-        if self.layers[layer].written {
+        if self.written[layer] {
             return Err(CacheError::MeanFixed { layer }.into());
         }
         if self.desc.k.dtype().is_some() {
             return Err(CacheError::MeanOfElements { codec: self.desc.k }.into());
         }
-        self.store.set_key_mean(layer, Some(mean.to_vec()))?;
-        self.layers[layer].given = true;
-        Ok(())
+        self.store.set_key_mean(layer, mean.to_vec())
     }
 
-    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, whether set or learned.
+    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, if one is set.
     ///
     /// # Errors
     /// [`CacheError::Layer`].
@@ -452,13 +458,17 @@ impl<S: PageStore> KvCache<S> {
     /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
     /// their positions. A ring keeps as many of the last tokens as it has room for.
     ///
+    /// The means of the cache's layers must be the snapshot's, because its rows lack them, also where neither has rows
+    /// yet: they hold for all sequences of the cache, so that a snapshot does not set them. [`Snapshot::key_mean`] has
+    /// the mean to give to [`KvCache::set_key_mean`] of a new cache.
+    ///
     /// # Errors
     /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
     /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, S::Error> {
         snapshot.check(&self.desc)?;
-        for (layer, (of, mean)) in self.layers.iter().zip(&snapshot.means).enumerate() {
-            if (of.written || of.given) && self.store.key_mean(layer) != mean.as_deref() {
+        for (layer, mean) in snapshot.means.iter().enumerate() {
+            if self.store.key_mean(layer) != mean.as_deref() {
                 return Err(CacheError::SnapshotMean { layer }.into());
             }
         }
@@ -514,15 +524,6 @@ impl<S: PageStore> KvCache<S> {
         Ok(self.table.tables(batch, tables)?)
     }
 
-    /// Checks that rows can be stored. Returns the mean of the keys that the layer takes from them, if it does.
-    fn check(&self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<Option<Vec<f32>>, S::Error> {
-        let LayerState { written, given } = self.layers[layer];
-        let learns = self.desc.key_mean == KeyMean::Learned && !written && !given;
-        let learned = if learns { self.store.mean_of(k)? } else { None };
-        self.store.check(layer, learned.as_deref().or(self.store.key_mean(layer)), k, v)?;
-        Ok(learned)
-    }
-
     /// Where kept tokens of a sequence lie; the first is row `at` of a tensor.
     fn runs(&self, seq: SeqId, tokens: Range<usize>, at: usize) -> Result<Vec<RowRun>, CacheError> {
         Ok(self.table.runs(seq, tokens)?.map(|run| run.from(at)).collect())
@@ -531,14 +532,9 @@ impl<S: PageStore> KvCache<S> {
     /// Fills a new sequence with the rows of a snapshot.
     fn fill(&mut self, seq: SeqId, snapshot: &Snapshot) -> Result<(), S::Error> {
         let kept = self.table.kept(seq)?;
-        for (layer, mean) in snapshot.means.iter().enumerate() {
-            if self.store.key_mean(layer) != mean.as_deref() {
-                self.store.set_key_mean(layer, mean.clone())?;
-            }
-        }
         let runs = self.runs(seq, kept.clone(), kept.start - snapshot.kept.start)?;
         self.store.import(&runs, snapshot.kept.len(), &snapshot.bytes)?;
-        self.layers.iter_mut().for_each(|layer| layer.written |= !kept.is_empty());
+        self.written.iter_mut().for_each(|written| *written |= !kept.is_empty());
         Ok(())
     }
 
@@ -554,13 +550,10 @@ impl<S: PageStore> KvCache<S> {
         &mut self,
         layer: usize,
         batch: &[(SeqId, usize)],
-        mean: Option<Vec<f32>>,
-        (k, v): (&S::Rows<'_>, &S::Rows<'_>),
+        k: &S::Rows<'_>,
+        v: &S::Rows<'_>,
     ) -> Result<(), S::Error> {
-        if mean.is_some() {
-            self.store.set_key_mean(layer, mean)?;
-        }
-        self.layers[layer].written |= total_tokens(batch) > 0;
+        self.written[layer] |= total_tokens(batch) > 0;
         self.runs.clear();
         let mut row = 0;
         for &(seq, tokens) in batch {

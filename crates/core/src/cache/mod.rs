@@ -38,11 +38,11 @@ mod snapshot;
 mod store;
 mod table;
 
-pub use desc::{CacheDesc, CacheLayout, CacheShape, KeyMean, MEAN_ROWS};
+pub use desc::{CacheDesc, CacheLayout, CacheShape};
 pub use error::CacheError;
 pub use kv::{CacheMemory, KvCache};
 pub use page_store::PageStore;
 pub use seq_id::SeqId;
 pub use snapshot::Snapshot;
-pub use store::{HostStore, Pool, mean_of_rows};
+pub use store::{HostStore, Pool};
 pub use table::{PageCopy, RowRun, SequenceTable, total_tokens};

@@ -27,33 +27,20 @@ pub trait PageStore {
     /// The shape of rows to fill.
     fn shape_mut(rows: &Self::RowsMut<'_>) -> [usize; 4];
 
-    /// Checks rows before anything changes, as far as the store can. `mean` `[kv_heads, head_dim]` is subtracted from keys before they
-    /// are encoded.
+    /// Checks rows of a layer before anything changes, as far as the store can.
     ///
     /// # Errors
     /// [`CacheError::Row`].
-    fn check(
-        &self,
-        layer: usize,
-        mean: Option<&[f32]>,
-        k: &Self::Rows<'_>,
-        v: &Self::Rows<'_>,
-    ) -> Result<(), Self::Error>;
+    fn check(&self, layer: usize, k: &Self::Rows<'_>, v: &Self::Rows<'_>) -> Result<(), Self::Error>;
 
-    /// The mean `[kv_heads, head_dim]` of the first rows of `k`, at most [`MEAN_ROWS`](super::MEAN_ROWS); none where it is not finite.
-    ///
-    /// # Errors
-    /// Errors of the store's memory.
-    fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error>;
-
-    /// The mean that is subtracted from the keys of a layer.
+    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are encoded.
     fn key_mean(&self, layer: usize) -> Option<&[f32]>;
 
     /// Sets that mean, in a layer without rows whose keys are codes.
     ///
     /// # Errors
     /// Errors of the store's memory.
-    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error>;
+    fn set_key_mean(&mut self, layer: usize, mean: Vec<f32>) -> Result<(), Self::Error>;
 
     /// Checks that every row written since the last call was stored. Waits for a device; a store that refuses rows in
     /// [`PageStore::check`] has nothing to report.

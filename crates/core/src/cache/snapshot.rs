@@ -26,8 +26,7 @@ fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
 }
 
 /// The kept tokens of a sequence in every layer, as owned bytes: stored rows without conversion. It can be restored
-/// into any cache with the same layers, heads, dimensions and codecs, whatever its layout. With quantized keys, the
-/// means of the cache's layers must equal the snapshot's or not be fixed yet.
+/// into any cache with the same layers, heads, dimensions, codecs and key means, whatever its layout.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// Dimensions and codecs of the rows; the layout does not matter.
@@ -69,6 +68,16 @@ impl Snapshot {
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// The mean `[kv_heads, head_dim]` that was subtracted from the keys of a layer, if there was one: what
+    /// [`KvCache::set_key_mean`](super::KvCache::set_key_mean) needs before the snapshot is restored into a new cache.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
+        self.desc.check_layer(layer)?;
+        Ok(self.means[layer].as_deref())
     }
 
     /// The snapshot as bytes to store or send: a header of 96 bytes, a byte per layer that says whether its keys have

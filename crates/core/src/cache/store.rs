@@ -1,10 +1,10 @@
 //! The bytes of a cache in main memory.
 
-use super::desc::{CacheDesc, MEAN_ROWS};
+use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::page_store::PageStore;
 use super::table::{PageCopy, RowRun, Run};
-use crate::codec::{CodePages, Codec, KvView, Side, convert, mean_row};
+use crate::codec::{CodePages, Codec, KvView, Side, convert};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
@@ -313,19 +313,13 @@ impl PageStore for HostStore {
         rows.shape()
     }
 
-    fn check(
-        &self,
-        layer: usize,
-        mean: Option<&[f32]>,
-        k: &TensorView<'_>,
-        v: &TensorView<'_>,
-    ) -> Result<(), CacheError> {
+    fn check(&self, layer: usize, k: &TensorView<'_>, v: &TensorView<'_>) -> Result<(), CacheError> {
         let of = &self.layers[layer];
         let refused = |tensor| {
             move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }
         };
-        if of.k.codes().is_some() {
-            CodePages::check(k, mean).map_err(refused("k"))?;
+        if let Some(codes) = of.k.codes() {
+            CodePages::check(k, codes.mean()).map_err(refused("k"))?;
         }
         if of.v.codes().is_some() {
             CodePages::check(v, None).map_err(refused("v"))?;
@@ -333,17 +327,13 @@ impl PageStore for HostStore {
         Ok(())
     }
 
-    fn mean_of(&self, k: &TensorView<'_>) -> Result<Option<Vec<f32>>, CacheError> {
-        Ok(mean_of_rows(k))
-    }
-
     fn key_mean(&self, layer: usize) -> Option<&[f32]> {
         self.layers[layer].k.codes().and_then(CodePages::mean)
     }
 
-    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), CacheError> {
+    fn set_key_mean(&mut self, layer: usize, mean: Vec<f32>) -> Result<(), CacheError> {
         if let Some(codes) = self.layers[layer].k.codes_mut() {
-            codes.set_mean(mean);
+            codes.set_mean(Some(mean));
         }
         Ok(())
     }
@@ -408,23 +398,4 @@ impl PageStore for HostStore {
         }
         Ok(())
     }
-}
-
-/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`, at most [`MEAN_ROWS`]; `None` without rows or if it is
-/// not finite.
-pub fn mean_of_rows(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
-    let [_, heads, rows, dim] = tensor.shape();
-    let rows = rows.min(MEAN_ROWS);
-    if rows == 0 {
-        return None;
-    }
-    let mut x = vec![0.0f32; rows * dim];
-    let mut mean = Vec::with_capacity(heads * dim);
-    for head in 0..heads {
-        for (row, x) in x.chunks_exact_mut(dim).enumerate() {
-            convert::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
-        }
-        mean.extend(mean_row(&x, dim));
-    }
-    mean.iter().all(|x| x.is_finite()).then_some(mean)
 }

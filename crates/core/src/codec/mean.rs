@@ -1,20 +1,32 @@
 //! The mean that is subtracted from centered keys.
 
+use super::convert;
 use crate::isa::FloatEnv;
+use crate::tensor::TensorView;
 
-/// The mean of rows `[rows, dim]`: summed in f64 in the order of the rows, rounded once. NaN without rows.
+/// The mean `[heads, dim]` of keys `[batch, heads, rows, dim]` of any dtype over batch and rows, for
+/// [`KvCache::set_key_mean`](crate::cache::KvCache::set_key_mean): summed in f64 in the order of the rows, rounded once. Keys of a
+/// representative prompt measure it: hundreds of rows, not a first token alone. NaN without rows.
 ///
-/// A cache learns the mean of the first [`MEAN_ROWS`](crate::cache::MEAN_ROWS) keys of a head.
-///
-/// # Panics
-/// If `dim` is 0.
+/// ```
+/// use flashtile::{TensorView, codec::key_mean};
+/// let keys = [1.0f32, 10.0, 2.0, 20.0, 3.0, 60.0]; // 3 tokens of 2 heads of 1 element
+/// assert_eq!(key_mean(&TensorView::packed(&keys, [3, 2, 1])?), [2.0, 30.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[must_use]
-pub fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+pub fn key_mean(keys: &TensorView<'_>) -> Vec<f32> {
     let _env = FloatEnv::ieee();
-    let mut sums = vec![0.0f64; dim];
-    for row in rows.chunks_exact(dim) {
-        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
+    let [batch, heads, rows, dim] = keys.shape();
+    let mut sums = vec![0.0f64; heads * dim];
+    let mut key = vec![0.0f32; dim];
+    for head in 0..heads {
+        let sums = &mut sums[head * dim..][..dim];
+        for (b, row) in (0..batch).flat_map(|b| (0..rows).map(move |row| (b, row))) {
+            convert::to_f32(keys.dtype(), keys.row_bytes([b, head, row]), &mut key);
+            sums.iter_mut().zip(&key).for_each(|(sum, x)| *sum += f64::from(*x));
+        }
     }
-    let count = (rows.len() / dim) as f64;
+    let count = batch as f64 * rows as f64;
     sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }

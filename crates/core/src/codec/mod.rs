@@ -50,7 +50,7 @@ pub use dispatch::{decode_rotated, rotate, unrotate};
 pub use error::{EncodeError, MAX_NORM, PagesError};
 pub use kind::{Codec, RowKind};
 pub use kv_view::KvView;
-pub use mean::mean_row;
+pub use mean::key_mean;
 pub use numeric::{greatest, round};
 pub use pages::{CodePages, CodesView, Side};
 pub use quantizer::level_factor;

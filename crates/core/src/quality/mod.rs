@@ -8,7 +8,9 @@ mod pair;
 mod tolerance;
 
 pub use answer::Answer;
-pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
+pub use compare::{
+    Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, RefusedRow, compare,
+};
 pub use error::QualityError;
 pub use head::Head;
 pub use pair::{Quality, quality};

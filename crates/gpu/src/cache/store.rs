@@ -2,11 +2,10 @@
 
 use super::error::StoreError;
 use super::pool::{Find, GpuPool, Lists, MAX_RUNS};
-use super::rows::{GpuRows, GpuRowsMut, to_f32};
-use crate::tensors::{GpuKv, alignment, dtype_of};
-use flashtile_core::cache::{CacheDesc, CacheError, MEAN_ROWS, PageCopy, PageStore, RowRun, mean_of_rows};
+use super::rows::{GpuRows, GpuRowsMut};
+use crate::tensors::{GpuKv, alignment};
+use flashtile_core::cache::{CacheDesc, CacheError, PageCopy, PageStore, RowRun};
 use flashtile_core::codec::Side;
-use flashtile_core::tensor::TensorView;
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -15,8 +14,7 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// Writing rows, copying pages and reading rows back enqueue launches and return. After the first write of a layer, a step of
 /// decoding allocates no memory of the device and does not wait for it, as long as steps do not become larger. Snapshots and their
-/// restoration wait, and copy whole pages, with one transfer for neighbouring ones. A layer that learns the mean of its keys waits for
-/// its first rows.
+/// restoration wait, and copy whole pages, with one transfer for neighbouring ones.
 ///
 /// The device cannot refuse a row before others are stored: a row that is not finite, or whose norm is too large, is stored with a NaN
 /// as its scale, and [`PageStore::check_stored`] says so.
@@ -158,13 +156,7 @@ where
     }
 
     /// Checks types and numbers of rows: values are checked on the device, as they are encoded.
-    fn check(
-        &self,
-        _: usize,
-        _: Option<&[f32]>,
-        k: &Self::Rows<'_>,
-        v: &Self::Rows<'_>,
-    ) -> Result<(), Self::Error> {
+    fn check(&self, _: usize, k: &Self::Rows<'_>, v: &Self::Rows<'_>) -> Result<(), Self::Error> {
         self.k.check(k)?;
         self.v.check(v)
     }
@@ -179,45 +171,15 @@ where
         Ok(())
     }
 
-    fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error> {
-        let element = k.view.element();
-        let dtype = dtype_of(element).ok_or(StoreError::Element { element })?;
-        k.check().map_err(StoreError::Memory)?;
-        let [_, heads, tokens, dim] = k.shape;
-        let (rows, size) = (tokens.min(MEAN_ROWS), dtype.bytes());
-        if rows == 0 {
-            return Ok(None);
-        }
-        let [_, head_stride, row_stride, _] = k.strides;
-        let mut values = Vec::with_capacity(heads * rows * dim);
-        let mut bytes = vec![0u8; ((rows - 1) * row_stride + dim) * size];
-        for head in 0..heads {
-            let at = (k.view.span().offset + head * head_stride) * size;
-            self.device.read(k.view.memory(), at, &mut bytes).map_err(StoreError::device)?;
-            let of_head = to_f32(dtype, &bytes);
-            (0..rows).for_each(|row| values.extend_from_slice(&of_head[row * row_stride..][..dim]));
-        }
-        let view = TensorView::bhsd(&values, [1, heads, rows, dim]);
-        let mean = view.ok().and_then(|view| mean_of_rows(&view));
-        // Such rows would be refused in main memory. Stored here, they would leave the layer without a mean for good.
-        mean.map(Some).ok_or_else(|| CacheError::MeanNotFinite.into())
-    }
-
     fn key_mean(&self, layer: usize) -> Option<&[f32]> {
         self.means[layer].as_ref().map(|mean| &mean.host[..])
     }
 
-    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error> {
-        self.means[layer] = match mean {
-            None => None,
-            Some(host) => {
-                let bytes: Vec<u8> = host.iter().flat_map(|x| x.to_ne_bytes()).collect();
-                let memory = self.device.zeroed(ScalarType::F32, host.len());
-                let mut memory = memory.map_err(StoreError::device)?;
-                self.device.write(&mut memory, 0, &bytes).map_err(StoreError::device)?;
-                Some(Mean { host, device: memory })
-            }
-        };
+    fn set_key_mean(&mut self, layer: usize, host: Vec<f32>) -> Result<(), Self::Error> {
+        let bytes: Vec<u8> = host.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let mut device = self.device.zeroed(ScalarType::F32, host.len()).map_err(StoreError::device)?;
+        self.device.write(&mut device, 0, &bytes).map_err(StoreError::device)?;
+        self.means[layer] = Some(Mean { host, device });
         Ok(())
     }
 

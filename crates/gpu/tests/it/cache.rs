@@ -1,7 +1,7 @@
 //! Caches on the simulator hold what caches in main memory do, byte for byte, after any operations.
 
 use flashtile_core::cache::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache, PageCopy, PageStore,
+    CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, PageCopy, PageStore, SeqId,
 };
 use flashtile_core::codec::{Codec, EncodeError};
 use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
@@ -12,7 +12,7 @@ use flashtile_gpu::kernels::formats::hadamard_order;
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{DeviceMemory, Instance, ScalarType, bf16};
-use flashtile_testkit::CacheTwins;
+use flashtile_testkit::{CacheTwins, Rng};
 
 /// Encoder and decoder of f32 rows.
 macro_rules! codes {
@@ -44,12 +44,17 @@ fn find(wanted: &Instance) -> Option<Instance> {
         Fp8 7;
         MlxTq4 256;
         MlxTq8 256;
+        MlxTq5 256;
+        MlxTq6 256;
+        MlxTq6Plain 256;
+        MlxTq8Plain 256;
         MlxTq5Plain 512;
     };
     all.extend([
         copy_rows::instance(),
         append::instance::<f32, { format_id(Codec::F32) }>(),
         append::instance::<f32, { format_id(Codec::F16) }>(),
+        append::instance::<f32, { format_id(Codec::BF16) }>(),
         append::instance::<bf16, { format_id(Codec::BF16) }>(),
         read_elements::instance::<f32, { format_id(Codec::F32) }>(),
         read_elements::instance::<f32, { format_id(Codec::F16) }>(),
@@ -72,7 +77,14 @@ fn desc(layout: CacheLayout, (k, head_dim): (Codec, usize), (v, value_dim): (Cod
 }
 
 fn agree(desc: CacheDesc, element: ScalarType, operations: usize) {
+    agree_centered(desc, element, operations, false);
+}
+
+fn agree_centered(desc: CacheDesc, element: ScalarType, operations: usize, centered: bool) {
     let mut twins = CacheTwins::new(Simulator::new(), desc, element, Some(find)).unwrap();
+    if centered {
+        twins.center().unwrap();
+    }
     if let Err(why) = twins.run(operations, 5) {
         panic!("{desc:?}: {why}");
     }
@@ -80,9 +92,7 @@ fn agree(desc: CacheDesc, element: ScalarType, operations: usize) {
 
 #[test]
 fn codes_in_every_layout_are_those_of_the_host() {
-    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
-    learned.key_mean = KeyMean::Learned;
-    agree(learned, ScalarType::F32, 40);
+    agree_centered(desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64)), ScalarType::F32, 40, true);
     agree(desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32, 40);
     agree(desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48)), ScalarType::F32, 40);
     agree(desc(PAGED, (Codec::MlxTq4, 256), (Codec::MlxTq8, 256)), ScalarType::F32, 25);
@@ -91,9 +101,7 @@ fn codes_in_every_layout_are_those_of_the_host() {
 
 #[test]
 fn codes_of_any_dimension_are_those_of_the_host() {
-    let mut learned = desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33));
-    learned.key_mean = KeyMean::Learned;
-    agree(learned, ScalarType::F32, 40);
+    agree_centered(desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33)), ScalarType::F32, 40, true);
     agree(desc(CONTIGUOUS, (Codec::Int8, 100), (Codec::Fp8, 7)), ScalarType::F32, 40);
 }
 
@@ -141,26 +149,109 @@ fn a_row_that_is_not_stored_has_its_number_in_the_tensor() {
     assert_eq!(refused, StoreError::Cache(expected));
 }
 
-#[test]
-fn a_layer_does_not_lose_its_mean_to_rows_without_one() {
-    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
-    learned.key_mean = KeyMean::Learned;
-    let store = GpuStore::with_native(Simulator::new(), &learned, Some(find)).unwrap();
+/// A cache on the simulator with means or without.
+fn cache_of(desc: &CacheDesc, mean: Option<&[f32]>) -> KvCache<GpuStore<Simulator>> {
+    let store = GpuStore::with_native(Simulator::new(), desc, Some(find)).unwrap();
     let mut cache = KvCache::with_store(store).unwrap();
-    let seq = cache.create().unwrap();
-    let rows = Memory::from_slice(&[f32::NAN; 2 * 64]);
-    let of = || GpuRows { view: rows.view(), shape: [1, 2, 1, 64], strides: [0, 64, 128, 1] };
-    let refused = cache.append(&[(seq, 1)], &[(of(), of()), (of(), of())]).unwrap_err();
-    assert_eq!(refused, StoreError::Cache(CacheError::MeanNotFinite));
-    assert_eq!(cache.len(seq).unwrap(), 0);
+    for (layer, mean) in (0..desc.layers).flat_map(|layer| mean.map(|mean| (layer, mean))) {
+        cache.set_key_mean(layer, mean).unwrap();
+    }
+    cache
+}
+
+/// Appends rows `[rows, heads, dim]` to sequences, one after another, in both layers.
+fn append_rows(cache: &mut KvCache<GpuStore<Simulator>>, batch: &[(SeqId, usize)], rows: [&[f32]; 2]) {
+    let desc = *cache.desc();
+    let total: usize = batch.iter().map(|(_, tokens)| tokens).sum();
+    let memories = rows.map(Memory::from_slice);
+    let of = |n: usize, dim: usize| GpuRows {
+        view: memories[n].view(),
+        shape: [1, desc.kv_heads, total, dim],
+        strides: [0, dim, desc.kv_heads * dim, 1],
+    };
+    let layer = || (of(0, desc.head_dim), of(1, desc.value_dim));
+    cache.append(batch, &[layer(), layer()]).unwrap();
+}
+
+/// The bytes of a sequence alone in a cache, and after and beside others that have written large and even non-finite rows.
+#[test]
+fn other_sequences_and_chunks_change_no_byte() {
+    let layout = CacheLayout::Paged { pages: 24, page_size: 5 };
+    let pairs = [
+        ((Codec::Int8, 64), (Codec::Tq5, 64)),
+        ((Codec::Fp8, 48), (Codec::Tq2, 48)),
+        ((Codec::Tq3, 80), (Codec::Int8, 100)),
+        ((Codec::Tq4, 128), (Codec::Tq4, 128)),
+        ((Codec::Tq5, 72), (Codec::Tq3, 33)),
+        ((Codec::Tq6, 160), (Codec::Tq6, 160)),
+        ((Codec::MlxTq4, 256), (Codec::MlxTq8, 256)),
+        ((Codec::MlxTq5, 256), (Codec::MlxTq6, 256)),
+        ((Codec::MlxTq6Plain, 256), (Codec::MlxTq8Plain, 256)),
+        ((Codec::MlxTq5Plain, 512), (Codec::F16, 40)),
+        ((Codec::F32, 17), (Codec::BF16, 40)),
+    ];
+    for (k, v) in pairs {
+        let desc = desc(layout, k, v);
+        let mut rng = Rng::new(3);
+        let mut normal = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<f32>>();
+        let (k_row, v_row) = (2 * k.1, 2 * v.1);
+        let (keys, values, mean) = (normal(15 * k_row), normal(15 * v_row), normal(k_row));
+        let large: Vec<f32> = normal(k_row).iter().map(|x| 8.0 * x).collect();
+        let mean = Some(&mean[..]).filter(|_| k.0.dtype().is_none());
+        for mean in [None, mean] {
+            let mut alone = cache_of(&desc, mean);
+            let seq = alone.create().unwrap();
+            append_rows(&mut alone, &[(seq, 15)], [&keys, &values]);
+            let want = alone.snapshot(seq).unwrap().to_bytes();
+            for chunk in [1, 7, 15] {
+                let mut cache = cache_of(&desc, mean);
+                let warm_up = cache.create().unwrap();
+                append_rows(&mut cache, &[(warm_up, 1)], [&large, &values[..v_row]]);
+                cache.remove(warm_up).unwrap();
+                let [seq, other] = [0, 1].map(|_| cache.create().unwrap());
+                for (n, (k, v)) in keys.chunks(chunk * k_row).zip(values.chunks(chunk * v_row)).enumerate() {
+                    // One launch encodes a row of the other sequence, and then the chunk.
+                    let (mut k_rows, v_rows) = (large.clone(), [&values[..v_row], v].concat());
+                    if n == 1 {
+                        k_rows[3] = f32::NAN;
+                    }
+                    k_rows.extend(k);
+                    append_rows(&mut cache, &[(other, 1), (seq, v.len() / v_row)], [&k_rows, &v_rows]);
+                    if n == 0 {
+                        // Its fork continues in the page that they share.
+                        let fork = cache.fork(seq).unwrap();
+                        append_rows(&mut cache, &[(fork, 1)], [&large, &values[..v_row]]);
+                    }
+                }
+                assert!(cache.snapshot(seq).unwrap().to_bytes() == want, "{k:?} {v:?} in chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_sets_no_mean() {
+    let desc = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    let mean = vec![0.5; 2 * 64];
+    let mut centered = cache_of(&desc, Some(&mean));
+    let seq = centered.create().unwrap();
+    let rows = vec![0.25; 3 * 2 * 64];
+    append_rows(&mut centered, &[(seq, 3)], [&rows, &rows]);
+    let snapshot = centered.snapshot(seq).unwrap();
+    let mut fresh = cache_of(&desc, None);
+    let refused = StoreError::Cache(CacheError::SnapshotMean { layer: 0 });
+    assert_eq!(fresh.restore(&snapshot).unwrap_err(), refused);
+    assert_eq!((fresh.key_mean(0).unwrap(), fresh.memory().sequences), (None, 0));
+    for layer in 0..2 {
+        fresh.set_key_mean(layer, snapshot.key_mean(layer).unwrap().unwrap()).unwrap();
+    }
+    let restored = fresh.restore(&snapshot).unwrap();
+    assert_eq!(fresh.snapshot(restored).unwrap().to_bytes(), snapshot.to_bytes());
 }
 
 #[test]
 fn rows_beyond_their_memory_are_refused() {
-    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
-    learned.key_mean = KeyMean::Learned;
-    let store = GpuStore::with_native(Simulator::new(), &learned, Some(find)).unwrap();
-    let mut cache = KvCache::with_store(store).unwrap();
+    let mut cache = cache_of(&desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64)), None);
     let seq = cache.create().unwrap();
     let mut rows = Memory::from_slice(&[0.5f32; 3 * 2 * 64]);
     for strides in [[0, 64, 129, 1], [0, usize::MAX, 128, 1], [0, 64, usize::MAX / 3, 1], [0, 64, 128, 2]] {

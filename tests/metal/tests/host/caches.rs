@@ -1,7 +1,7 @@
 //! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
 
 use crate::support::{control_of, metal};
-use flashtile::cache::{CacheDesc, CacheLayout, CacheShape, KeyMean};
+use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{
     BlockTables, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqId, SeqLens, TensorView, Visibility,
     reference,
@@ -44,11 +44,11 @@ fn operations_are_byte_for_byte_as_on_the_host() {
             control.set_order(Order::Random(n as u64));
         }
         let element = if n % 2 == 0 { ScalarType::F32 } else { ScalarType::Bf16 };
-        let mut desc = desc(layouts[n % layouts.len()], k, v);
-        if n == 3 {
-            desc.key_mean = KeyMean::Learned;
-        }
+        let desc = desc(layouts[n % layouts.len()], k, v);
         let mut twins = CacheTwins::new(metal.gpu().clone(), desc, element, None).unwrap();
+        if n == 3 {
+            twins.center().unwrap();
+        }
         twins.run(60, 20).unwrap();
         assert_eq!(control.take_violations(), [""; 0], "{k} {v}");
     }
