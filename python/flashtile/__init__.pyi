@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence as List
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ._flashtile import Sequence as Sequence
 
@@ -117,7 +117,7 @@ class KvCache:
         capacity: int | None = None,
         k: str = "int8",
         v: str = "tq5",
-        center: bool | None = None,
+        center: ArrayLike | None = None,
     ) -> None: ...
     def create(self) -> Sequence: ...
     def fork(self, sequence: Sequence) -> Sequence: ...

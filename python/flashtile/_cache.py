@@ -2,10 +2,25 @@
 
 import json
 
+import numpy
+
 from . import _flashtile
 from ._arrays import lent, maker
 
-_ELEMENTS = ("f32", "f16", "bf16")
+
+def _means(center, shape):
+    """The means of the keys as lists `[layers][kv_heads * head_dim]`; None where keys are stored as they are."""
+    if center is None or center is False:
+        return None
+    if center is True:
+        raise ValueError(
+            f"center=True names no mean: expected an array (layers, kv_heads, head_dim), {shape}, such as k.mean(axis=0) of the keys "
+            "(tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
+        )
+    means = numpy.asarray(center, numpy.float32)
+    if means.shape != shape:
+        raise ValueError(f"center has shape {means.shape}, expected (layers, kv_heads, head_dim), {shape}")
+    return means.reshape(shape[0], -1).tolist()
 
 
 class KvCache:
@@ -25,7 +40,9 @@ class KvCache:
         pages, page: pages of the cache and tokens of a page, of `"paged"`.
         slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
         k, v: codecs of keys and values: f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
-        center: whether a mean, learned from the first keys, is subtracted from quantized keys; None: where keys are quantized.
+        center: an array `(layers, kv_heads, head_dim)`, subtracted from keys before they are quantized, which leaves softmax as it is: for
+            keys with a large constant part. It is a constant of the model: for each layer `k.mean(axis=0)` over the tokens of a
+            representative prompt. None or False: keys are stored as they are.
 
     Raises:
         ValueError: where the description is wrong. MemoryError: where there is no memory.
@@ -57,8 +74,6 @@ class KvCache:
             tokens = {"slots": slots, "capacity": capacity}
         else:
             raise ValueError(f"layout is {layout!r}, expected 'paged', 'contiguous' or 'ring'")
-        if center is None:
-            center = k not in _ELEMENTS
         desc = {
             "layout": {layout: tokens},
             "layers": layers,
@@ -67,9 +82,8 @@ class KvCache:
             "value_dim": head_dim if value_dim is None else value_dim,
             "k": k,
             "v": v,
-            "key_mean": "learned" if center else "none",
         }
-        self._cache = _flashtile.Cache(json.dumps(desc))
+        self._cache = _flashtile.Cache(json.dumps(desc), _means(center, (layers, kv_heads, head_dim)))
 
     def create(self):
         """A new, empty sequence."""

@@ -112,6 +112,50 @@ def test_sequences(rng):
     assert cache.len(a) == 6
 
 
+def nrmse(out, want):
+    return numpy.sqrt(((out - want) ** 2).mean() / (want**2).mean())
+
+
+@pytest.mark.parametrize("codec, limit", [("int8", 0.02), ("tq4", 0.2)])
+def test_a_mean_of_the_keys(rng, codec, limit):
+    """Keys with a constant part are stored as precisely as others where their mean is given, whatever numpy makes of it."""
+    q, k, v = tokens(rng, 60)
+    k += 20 * normal(rng, 2, 32)
+    want = attention(q, k, v, cu_seqlens=[0, 60], causal=True)
+    mean = numpy.stack([k.mean(axis=0)] * 2)
+    answers = []
+    for center in (mean, mean.astype(numpy.float64), mean.tolist(), None, False):
+        cache = KvCache(**SHAPE, k=codec, v="f32", center=center)
+        answers.append(run(cache, [(cache.create(), 60)], [(q, k, v)] * 2))
+    given, wide, listed, none, false = answers
+    assert nrmse(given, want) < limit < nrmse(none, want)
+    assert numpy.array_equal(given, listed) and numpy.array_equal(given, wide) and numpy.array_equal(none, false)
+
+
+@pytest.mark.parametrize("codec", ["f16", "int8", "fp8", "tq6", "tq5", "tq4", "tq3", "tq2"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_other_sequences_change_no_answer(rng, codec, centered):
+    """A warm-up of one large key, removed or not, and the sequences of a batch leave the bits of an answer."""
+    center = normal(rng, 2, 2, 32) if centered and codec != "f16" else None
+    layers = [tokens(rng, 40), tokens(rng, 40)]
+    large = [(q[:1], 8 * k[:1], v[:1]) for q, k, v in layers]
+    answers = []
+    for warm_up in (None, "removed", "kept"):
+        cache = KvCache(**SHAPE, k=codec, v=codec, center=center)
+        if warm_up:
+            other = cache.create()
+            run(cache, [(other, 1)], large)
+            if warm_up == "removed":
+                cache.remove(other)
+        seq = cache.create()
+        out = [run(cache, [(seq, 40)], layers)]
+        fork = cache.fork(seq)
+        batch = [numpy.concatenate([many[:1], one]) for many, one in zip(layers[0], large[0], strict=True)]
+        out.append(run(cache, [(seq, 1), (fork, 1)], [batch, batch])[:1])
+        answers.append(numpy.concatenate(out))
+    assert numpy.array_equal(answers[0], answers[1]) and numpy.array_equal(answers[0], answers[2])
+
+
 def test_errors(rng):
     with pytest.raises(ValueError, match="needs slots and capacity"):
         KvCache(**SHAPE, layout="ring")
@@ -123,8 +167,14 @@ def test_errors(rng):
         KvCache(**SHAPE, k="int9")
     with pytest.raises(ValueError, match="head_dim"):
         KvCache(layers=1, kv_heads=1, head_dim=0)
-    with pytest.raises(ValueError, match="mean"):
-        KvCache(**SHAPE, k="f16", center=True)
+    with pytest.raises(ValueError, match=r"center=True names no mean: .* \(2, 2, 32\), such as k.mean\(axis=0\)"):
+        KvCache(**SHAPE, center=True)
+    with pytest.raises(ValueError, match=r"center has shape \(2, 32\), expected \(layers, kv_heads, head_dim\), \(2, 2, 32\)"):
+        KvCache(**SHAPE, center=numpy.zeros((2, 32)))
+    with pytest.raises(ValueError, match="NaN"):
+        KvCache(**SHAPE, center=numpy.full((2, 2, 32), numpy.nan))
+    with pytest.raises(ValueError, match="keys are stored as f16"):
+        KvCache(**SHAPE, k="f16", center=numpy.zeros((2, 2, 32)))
     cache = KvCache(**SHAPE)
     seq, layer = cache.create(), tokens(rng, 3)
     with pytest.raises(ValueError, match="k has shape"), cache.step([(seq, 2)]) as step:
