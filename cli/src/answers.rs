@@ -1,6 +1,6 @@
 //! Answers that a file holds beside its inputs, compared with the computed one.
 
-use crate::buffer::{Buffer, load};
+use crate::buffer::{Buffer, Bytes, load};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use crate::operands::{Operands, Order, float_dtype};
@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 /// `out` and `lse` of a file.
 pub(crate) struct Answers<'a> {
-    out: Option<(Dtype, &'a [u8])>,
-    lse: Option<&'a [u8]>,
+    out: Option<(Dtype, Bytes<'a>)>,
+    lse: Option<Bytes<'a>>,
 }
 
 /// The computed answer, in the order of the file.
@@ -26,7 +26,7 @@ pub(crate) struct Computed<'a> {
 
 impl<'a> Answers<'a> {
     /// Finds the answers and checks their shapes and dtypes.
-    pub(crate) fn read(archive: &'a Archive<'_>, operands: &Operands<'_>) -> Result<Self> {
+    pub(crate) fn read(archive: &Archive<'a>, operands: &Operands<'_>) -> Result<Self> {
         let (dims, order) = (operands.problem.dims(), operands.order);
         let out = fitting(archive, "out", &order.stored(dims.out_shape()))?;
         let out = out.map(|stored| match float_dtype(stored.dtype) {
@@ -55,8 +55,10 @@ impl<'a> Answers<'a> {
         let out = logical(got.out.bytes(), problem.dtype(), order, shape);
         let lse = floats(got.lse.bytes());
         let computed = Answer { out: &out, lse: &lse };
-        let want_out = self.out.map(|(dtype, bytes)| (dtype, logical(bytes, dtype, order, shape)));
-        let want_lse = self.lse.map(floats);
+        let logical =
+            |(dtype, bytes): &(Dtype, Bytes<'_>)| (*dtype, logical(bytes.get(), *dtype, order, shape));
+        let want_out = self.out.as_ref().map(logical);
+        let want_lse = self.lse.as_ref().map(|bytes| floats(bytes.get()));
         let with = |off: &[f64]| Compared {
             out: want_out.as_ref().map(|(dtype, want)| {
                 computed.compare_out(want, less_precise(*dtype, problem.dtype()), keys, off)
@@ -76,12 +78,8 @@ impl<'a> Answers<'a> {
 }
 
 /// A tensor of a file, if it has the expected shape.
-fn fitting<'s, 'a>(
-    archive: &'s Archive<'a>,
-    name: &str,
-    expected: &[usize],
-) -> Result<Option<&'s Stored<'a>>> {
-    match archive.get(name) {
+fn fitting<'a>(archive: &Archive<'a>, name: &str, expected: &[usize]) -> Result<Option<Stored<'a>>> {
+    match archive.get(name)? {
         Some(stored) if stored.shape != expected => {
             let got = report::shape(&stored.shape);
             let what = format_args!("tensor {name} has shape {got}, expected {expected:?} to fit q, k and v");

@@ -106,12 +106,13 @@ pub(crate) enum Bytes<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// Borrows bytes of elements of `size` bytes, or copies them if they are misaligned.
-    pub(crate) fn aligned(bytes: &'a [u8], size: usize) -> Result<Self> {
-        if (bytes.as_ptr() as usize).is_multiple_of(size) {
-            Ok(Self::Borrowed(bytes))
-        } else {
-            Ok(Self::Owned(Buffer::copy_of(bytes)?))
+    /// The same bytes for elements of `size` bytes: copied if they are misaligned.
+    pub(crate) fn aligned(self, size: usize) -> Result<Self> {
+        match self {
+            Self::Borrowed(bytes) if !(bytes.as_ptr() as usize).is_multiple_of(size) => {
+                Ok(Self::Owned(Buffer::copy_of(bytes)?))
+            }
+            aligned => Ok(aligned),
         }
     }
 
@@ -188,8 +189,8 @@ mod tests {
     fn misaligned_bytes_are_copied() {
         let words = [0u64, u64::MAX];
         let bytes: &[u8] = bytemuck::cast_slice(&words);
-        assert!(matches!(Bytes::aligned(&bytes[4..8], 4).unwrap(), Bytes::Borrowed(_)));
-        let odd = Bytes::aligned(&bytes[7..11], 4).unwrap();
+        assert!(matches!(Bytes::Borrowed(&bytes[4..8]).aligned(4).unwrap(), Bytes::Borrowed(_)));
+        let odd = Bytes::Borrowed(&bytes[7..11]).aligned(4).unwrap();
         assert!(matches!(odd, Bytes::Owned(_)));
         assert_eq!(odd.get(), [0, 255, 255, 255]);
     }

@@ -1,15 +1,18 @@
 //! Files of tensors, mapped: safetensors, and arrays of numpy.
 
+use crate::buffer::Bytes;
 use crate::failure::{Failure, Result};
 use crate::numpy::{self, Array, Member};
 use crate::report;
 use memmap2::Mmap;
+use rawzip::{ZipArchive, ZipSliceArchive};
 use safetensors::tensor::Dtype;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::{File, Metadata};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 #[cfg(target_endian = "big")]
 compile_error!("tensors are read in place, and files hold them in little-endian order");
@@ -25,10 +28,29 @@ pub(crate) struct Mapped<'p> {
 
 enum Content {
     Safetensors(Mmap),
-    /// An archive, and its arrays by name.
-    Npz(Mmap, Vec<(String, Member)>),
-    /// `.npy` files by name without suffix.
-    Folder(Vec<(String, Mmap)>),
+    Npz(ZipSliceArchive<Mmap>),
+    Folder(Vec<NpyFile>),
+}
+
+/// An `.npy` file.
+struct NpyFile {
+    /// Without suffix.
+    name: String,
+    path: PathBuf,
+    /// Empty until the array is needed.
+    map: OnceLock<Mmap>,
+}
+
+impl NpyFile {
+    fn bytes(&self) -> Result<&[u8]> {
+        match self.map.get() {
+            Some(map) => Ok(map),
+            None => {
+                let map = map(&self.path, "an .npy file")?;
+                Ok(self.map.get_or_init(|| map))
+            }
+        }
+    }
 }
 
 /// Opens a regular file to read: opening or reading anything else, such as a pipe, might block or have side effects.
@@ -63,14 +85,15 @@ fn map(path: &Path, expected: &str) -> Result<Mmap> {
     map.map_err(|e| Failure::at(path.display(), e))
 }
 
-/// Maps the `.npy` files of a folder.
+/// Finds the `.npy` files of a folder.
 fn folder(path: &Path) -> Result<Content> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
     let mut arrays = Vec::new();
     for entry in std::fs::read_dir(path).map_err(|e| refuse(&e))? {
         let file = entry.map_err(|e| refuse(&e))?.path();
         if let (Some(name), Some("npy")) = (file.file_stem(), file.extension().and_then(OsStr::to_str)) {
-            arrays.push((name.to_string_lossy().into_owned(), map(&file, "an .npy file")?));
+            let name = name.to_string_lossy().into_owned();
+            arrays.push(NpyFile { name, path: file, map: OnceLock::new() });
         }
     }
     if arrays.is_empty() {
@@ -90,8 +113,8 @@ impl<'p> Mapped<'p> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
         let map = map(path, "a safetensors file")?;
         let content = if numpy::is_npz(&map) {
-            let members = numpy::members(&map).map_err(|why| refuse(&why))?;
-            Content::Npz(map, members)
+            let archive = ZipArchive::from_slice(map);
+            Content::Npz(archive.map_err(|why| refuse(&numpy::damaged(why)))?)
         } else if numpy::is_npy(&map) {
             let what = "an .npy file holds one array, expected an .npz archive (numpy.savez), or a folder with q.npy, \
                         k.npy and v.npy";
@@ -104,26 +127,29 @@ impl<'p> Mapped<'p> {
 
     /// Finds every tensor.
     pub(crate) fn archive(&self) -> Result<Archive<'_>> {
-        let arrays: Vec<(&String, &[u8])> = match &self.content {
-            Content::Safetensors(map) => return self.safetensors(map),
-            Content::Npz(map, members) => {
-                members.iter().map(|(name, member)| (name, member.bytes(map))).collect()
+        let refuse = |what| Failure::at(self.path.display(), what);
+        let sources = match &self.content {
+            Content::Safetensors(map) => self.safetensors(map)?,
+            Content::Npz(archive) => {
+                let members = numpy::members(archive).map_err(refuse)?;
+                members.into_iter().map(|(name, member)| (name, Source::Member(member))).collect()
             }
-            Content::Folder(maps) => maps.iter().map(|(name, map)| (name, &map[..])).collect(),
+            Content::Folder(files) => {
+                let mut sources = BTreeMap::new();
+                for file in files {
+                    let name = &file.name;
+                    if sources.insert(name.clone(), Source::File(file)).is_some() {
+                        return Err(refuse(format!("array {name}: it is listed twice")));
+                    }
+                }
+                sources
+            }
         };
-        let mut tensors = BTreeMap::new();
-        for (name, bytes) in arrays {
-            let refuse = |why| Failure::at(self.path.display(), format_args!("array {name}: {why}"));
-            let Array { dtype, shape, bytes } = numpy::array(bytes).map_err(refuse)?;
-            if tensors.insert(name.clone(), Stored { dtype, shape, bytes }).is_some() {
-                return Err(refuse("it is listed twice".to_owned()));
-            }
-        }
-        Ok(Archive { path: self.path, layer: None, tensors, called: BTreeMap::new() })
+        Ok(Archive { path: self.path, layer: None, sources, called: BTreeMap::new() })
     }
 
     /// Parses the header. Offsets that overlap, leave gaps or exceed the file are refused.
-    fn safetensors<'a>(&'a self, bytes: &'a [u8]) -> Result<Archive<'a>> {
+    fn safetensors<'a>(&self, bytes: &'a [u8]) -> Result<BTreeMap<String, Source<'a>>> {
         let refuse = |what: &dyn std::fmt::Display| {
             Failure::at(self.path.display(), format_args!("not a safetensors file: {what}"))
         };
@@ -162,9 +188,10 @@ impl<'p> Mapped<'p> {
             let bytes = data.get(start..end).ok_or_else(|| {
                 refuse(&format_args!("tensor {name} lies at {start}..{end} of {}", data.len()))
             })?;
-            tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), bytes });
+            let (dtype, shape) = (info.dtype, info.shape.clone());
+            tensors.insert(name, Source::Tensor { dtype, shape, bytes });
         }
-        Ok(Archive { path: self.path, layer: None, tensors, called: BTreeMap::new() })
+        Ok(tensors)
     }
 }
 
@@ -205,35 +232,62 @@ pub(crate) struct Archive<'a> {
     path: &'a Path,
     /// The layer of these tensors, if they belong to one.
     layer: Option<String>,
-    tensors: BTreeMap<String, Stored<'a>>,
+    sources: BTreeMap<String, Source<'a>>,
     /// Names in the file of tensors that it calls by an alias.
     called: BTreeMap<String, String>,
 }
 
+/// Where a tensor is. Arrays of numpy are read when they are needed: others may have any dtype.
+#[derive(Clone)]
+enum Source<'a> {
+    Tensor { dtype: Dtype, shape: Vec<usize>, bytes: &'a [u8] },
+    Member(Member<'a>),
+    File(&'a NpyFile),
+}
+
 /// A tensor in the file.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
-    pub(crate) bytes: &'a [u8],
+    pub(crate) bytes: Bytes<'a>,
 }
 
 impl<'a> Archive<'a> {
-    pub(crate) fn get(&self, name: &str) -> Option<&Stored<'a>> {
-        self.tensors.get(name)
+    /// Reads a tensor, if the file has it.
+    ///
+    /// # Errors
+    /// If it is an array of numpy that cannot be read.
+    pub(crate) fn get(&self, name: &str) -> Result<Option<Stored<'a>>> {
+        let array = match self.sources.get(name) {
+            None => return Ok(None),
+            Some(Source::Tensor { dtype, shape, bytes }) => {
+                let (dtype, shape) = (*dtype, shape.clone());
+                return Ok(Some(Stored { dtype, shape, bytes: Bytes::Borrowed(bytes) }));
+            }
+            Some(Source::Member(member)) => member.read(),
+            Some(Source::File(file)) => numpy::array(file.bytes()?),
+        };
+        let refuse = |why| self.refuse(format_args!("array {}: {why}", self.called(name)));
+        let Array { dtype, shape, bytes } = array.map_err(refuse)?;
+        Ok(Some(Stored { dtype, shape, bytes }))
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.sources.contains_key(name)
     }
 
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        self.sources.keys().map(String::as_str)
     }
 
     /// Tensors under other names, by a map from new names to old ones: the whole file's, or a layer's.
     pub(crate) fn part(&self, layer: Option<String>, names: &BTreeMap<String, &str>) -> Self {
-        let tensor = |(name, of): (&String, &&str)| Some((name.clone(), self.get(of)?.clone()));
+        let source = |(name, of): (&String, &&str)| Some((name.clone(), self.sources.get(*of)?.clone()));
         // In a layer all names are without its prefix.
         let renamed = names.iter().filter(|(name, of)| layer.is_none() && name.as_str() != **of);
         let called = renamed.map(|(name, of)| (name.clone(), (*of).to_owned())).collect();
-        Self { path: self.path, layer, tensors: names.iter().filter_map(tensor).collect(), called }
+        Self { path: self.path, layer, sources: names.iter().filter_map(source).collect(), called }
     }
 
     /// What the file calls a tensor, for messages.

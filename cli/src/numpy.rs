@@ -1,10 +1,15 @@
-//! Arrays of numpy: the members of an `.npz` archive, and the header of an `.npy` file.
+//! Arrays of numpy: the members of an `.npz` archive, and `.npy` files.
 //!
 //! Formats: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, and PKWARE's `APPNOTE.TXT` for the archive.
 
+use crate::buffer::{Buffer, Bytes};
 use crate::report;
+use miniz_oxide::inflate::stream::{InflateState, inflate};
+use miniz_oxide::{DataFormat, MZFlush, MZStatus};
+use rawzip::{CompressionMethod, ZipSliceArchive, ZipSliceEntry};
 use safetensors::tensor::Dtype;
-use std::ops::Range;
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind, Read};
 
 /// The first bytes of an `.npy` file.
 const NPY: &[u8] = b"\x93NUMPY";
@@ -35,47 +40,6 @@ const DTYPES: [(&str, Dtype); 11] = [
     ("<u8", Dtype::U64),
 ];
 
-/// An array in a file.
-#[derive(Debug)]
-pub(crate) struct Array<'a> {
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) bytes: &'a [u8],
-}
-
-/// The array in the bytes of an `.npy` file, in place.
-///
-/// # Errors
-/// Says what is wrong with it: another format, Fortran order of more than one axis, a dtype that attention has no use
-/// for, a size that does not fit the shape.
-pub(crate) fn array(bytes: &[u8]) -> Result<Array<'_>, String> {
-    let (header, data) = split(bytes).ok_or("not an .npy file")?;
-    let text = std::str::from_utf8(header).map_err(|_| "the header is not text")?;
-    let descr = field(text, "descr").ok_or("the header lacks descr")?;
-    let descr = descr.strip_prefix('\'').and_then(|rest| rest.split_once('\''));
-    let (descr, _) = descr.ok_or("records with fields, expected an array of numbers")?;
-    let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
-    let dtype = dtype.ok_or_else(|| unknown(descr))?;
-    let shape = field(text, "shape").and_then(|rest| rest.strip_prefix('(')?.split_once(')'));
-    let (shape, _) = shape.ok_or("the header lacks shape")?;
-    let axes = shape.split(',').map(str::trim).filter(|axis| !axis.is_empty());
-    let shape: Vec<usize> = axes
-        .map(|axis| axis.parse().map_err(|_| format!("shape ({shape}), expected whole numbers")))
-        .collect::<Result<_, _>>()?;
-    let order = field(text, "fortran_order").ok_or("the header lacks fortran_order")?;
-    // With one axis longer than 1, both orders are the same.
-    let is_fortran = order.starts_with("True") && shape.iter().filter(|n| **n > 1).count() > 1;
-    if is_fortran {
-        return Err("in Fortran order, expected C order: numpy.ascontiguousarray".to_owned());
-    }
-    let size = shape.iter().try_fold(dtype.bitsize() / 8, |n, axis| n.checked_mul(*axis));
-    if size != Some(data.len()) {
-        let shape = report::shape(&shape);
-        return Err(format!("{} bytes of data do not fit shape {shape} of {dtype:?}", data.len()));
-    }
-    Ok(Array { dtype, shape, bytes: data })
-}
-
 fn unknown(descr: &str) -> String {
     let hint = match descr {
         "|V2" | "<V2" => " (numpy has no name for bfloat16: save float32 and give --dtype bf16)",
@@ -86,154 +50,317 @@ fn unknown(descr: &str) -> String {
     format!("dtype {descr}{hint}, expected one of {known}")
 }
 
-/// The header, a dictionary in Python's syntax, and the data behind it.
-fn split(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
-    let rest = bytes.strip_prefix(NPY)?;
-    let (version, rest) = rest.split_first_chunk::<2>()?;
-    // Version 1.0 has a length of two bytes, later ones of four.
-    let (length, rest) = if version[0] == 1 {
-        let (length, rest) = rest.split_first_chunk::<2>()?;
-        (u32::from(u16::from_le_bytes(*length)), rest)
-    } else {
-        let (length, rest) = rest.split_first_chunk::<4>()?;
-        (u32::from_le_bytes(*length), rest)
-    };
-    rest.split_at_checked(length as usize)
+/// An array in a file.
+#[derive(Debug)]
+pub(crate) struct Array<'a> {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Bytes<'a>,
 }
 
-/// The text that follows a key of the dictionary.
-fn field<'t>(text: &'t str, key: &str) -> Option<&'t str> {
-    let (_, rest) = text.split_once(&format!("'{key}'"))?;
-    Some(rest.trim_start().strip_prefix(':')?.trim_start())
-}
-
-/// An array in an archive.
-pub(crate) enum Member {
-    /// In place.
-    At(Range<usize>),
-    Inflated(Vec<u8>),
-}
-
-impl Member {
-    pub(crate) fn bytes<'a>(&'a self, archive: &'a [u8]) -> &'a [u8] {
-        match self {
-            Self::At(range) => &archive[range.clone()],
-            Self::Inflated(bytes) => bytes,
-        }
-    }
-}
-
-/// Bytes of the record at the end of an archive and of its longest comment.
-const MAX_END: usize = 22 + 0xffff;
-
-/// What stands for a number that only the extensions for large archives can hold.
-const LARGE: u32 = u32::MAX;
-
-/// The arrays of an archive, by name without `.npy`.
+/// The array in the bytes of an `.npy` file, in place.
 ///
 /// # Errors
-/// Says what is wrong with the archive, or which extension of the format it needs.
-pub(crate) fn members(bytes: &[u8]) -> Result<Vec<(String, Member)>, String> {
-    let damaged = || "damaged archive".to_owned();
-    let last = &bytes[bytes.len().saturating_sub(MAX_END)..];
-    let end = last.windows(4).rposition(|window| window == ZIP[1]).ok_or_else(damaged)?;
-    let end = &last[end..];
-    let (count, start) = (u16_at(end, 10).ok_or_else(damaged)?, u32_at(end, 16).ok_or_else(damaged)?);
-    if start == LARGE {
-        return Err("larger than 4 GiB, expected .npy files in a folder, or safetensors".to_owned());
+/// Says what is wrong with it: another format, Fortran order of more than one axis, a dtype that attention has no use
+/// for, a size that does not fit the shape.
+pub(crate) fn array(bytes: &[u8]) -> Result<Array<'_>, String> {
+    let mut data = bytes;
+    let header = Header::read(&mut data)?;
+    header.check_size(data.len() as u64)?;
+    let Header { dtype, shape, .. } = header;
+    Ok(Array { dtype, shape, bytes: Bytes::Borrowed(data) })
+}
+
+/// Longest header that is parsed. Headers of arrays of numbers have about a hundred bytes.
+const MAX_HEADER: u32 = 1 << 16;
+
+/// Bytes of the header that precede its text in version 1.0.
+const PREFIX: u64 = 10;
+
+/// The header of an `.npy` file.
+struct Header {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Bytes of the header.
+    len: u64,
+}
+
+impl Header {
+    /// Reads a header, and nothing behind it.
+    fn read(file: &mut impl Read) -> Result<Self, String> {
+        let cut = |e: Error| match e.kind() {
+            ErrorKind::UnexpectedEof => "the file ends in the header of the array".to_owned(),
+            _ => e.to_string(),
+        };
+        let mut first = [0; 8];
+        // Shorter files are no arrays either.
+        let found = file.read_exact(&mut first);
+        let Some([major, minor]) = first.strip_prefix(NPY).filter(|_| found.is_ok()) else {
+            return Err(match found {
+                Err(e) if e.kind() != ErrorKind::UnexpectedEof => e.to_string(),
+                _ => "not an .npy file".to_owned(),
+            });
+        };
+        // Version 1.0 has a length of two bytes, later ones of four.
+        let width = match (major, minor) {
+            (1, 0) => 2,
+            (2 | 3, 0) => 4,
+            _ => return Err(format!(".npy format {major}.{minor}, expected 1.0, 2.0 or 3.0")),
+        };
+        let mut length = [0; 4];
+        file.read_exact(&mut length[..width]).map_err(cut)?;
+        let length = u32::from_le_bytes(length);
+        if length > MAX_HEADER {
+            return Err(format!("header of {length} bytes, expected at most {MAX_HEADER}"));
+        }
+        let mut text = vec![0; length as usize];
+        file.read_exact(&mut text).map_err(cut)?;
+        let text = String::from_utf8(text).map_err(|_| "the header is not text")?;
+        let len = PREFIX + width as u64 - 2 + u64::from(length);
+        Self::parse(&text, len)
     }
-    let mut entry = bytes.get(start as usize..).ok_or_else(damaged)?;
-    let mut members = Vec::new();
-    for _ in 0..count {
-        let (name, member, rest) = member(bytes, entry)?;
-        members.push((name, member));
-        entry = rest;
+
+    /// Parses a dictionary in Python's syntax, which has three keys and nothing else.
+    fn parse(text: &str, len: u64) -> Result<Self, String> {
+        let (mut descr, mut order, mut shape) = (None, None, None);
+        let mut literal = Literal(text);
+        literal.expect("{")?;
+        while !literal.take("}") {
+            let key = literal.quoted()?;
+            literal.expect(":")?;
+            let is_repeated = match key {
+                "descr" => descr.replace(literal.descr()?).is_some(),
+                "fortran_order" => order.replace(literal.truth()?).is_some(),
+                "shape" => shape.replace(literal.tuple()?).is_some(),
+                _ => {
+                    return Err(format!(
+                        "the header has a key {key}, expected descr, fortran_order and shape"
+                    ));
+                }
+            };
+            if is_repeated {
+                return Err(format!("the header has {key} twice"));
+            }
+            if !literal.take(",") {
+                literal.expect("}")?;
+                break;
+            }
+        }
+        literal.end()?;
+        let descr = descr.ok_or("the header lacks descr")?;
+        let is_fortran = order.ok_or("the header lacks fortran_order")?;
+        let shape = shape.ok_or("the header lacks shape")?;
+        let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
+        let dtype = dtype.ok_or_else(|| unknown(descr))?;
+        // With one axis longer than 1, both orders are the same.
+        if is_fortran && shape.iter().filter(|n| **n > 1).count() > 1 {
+            return Err("in Fortran order, expected C order: numpy.ascontiguousarray".to_owned());
+        }
+        Ok(Self { dtype, shape, len })
+    }
+
+    /// Checks that the bytes behind the header are the elements, and returns their number.
+    fn check_size(&self, bytes: u64) -> Result<usize, String> {
+        let size = self.shape.iter().try_fold(self.dtype.bitsize() / 8, |n, axis| n.checked_mul(*axis));
+        size.filter(|size| *size as u64 == bytes).ok_or_else(|| {
+            let shape = report::shape(&self.shape);
+            format!("{bytes} bytes of data do not fit shape {shape} of {:?}", self.dtype)
+        })
+    }
+}
+
+/// The rest of a literal in Python's syntax.
+struct Literal<'t>(&'t str);
+
+impl<'t> Literal<'t> {
+    fn take(&mut self, token: &str) -> bool {
+        let rest = self.0.trim_start();
+        let after = rest.strip_prefix(token);
+        self.0 = after.unwrap_or(rest);
+        after.is_some()
+    }
+
+    fn expect(&mut self, token: &str) -> Result<(), String> {
+        if self.take(token) { Ok(()) } else { Err(self.unexpected(token)) }
+    }
+
+    /// What stands here instead of something else.
+    fn unexpected(&self, expected: &str) -> String {
+        let found: String = self.0.trim_start().chars().take(16).collect();
+        format!("the header has {found:?}, expected {expected}")
+    }
+
+    fn quoted(&mut self) -> Result<&'t str, String> {
+        let quotes = [("'", '\''), ("\"", '"')];
+        let quote = quotes.into_iter().find(|(token, _)| self.take(token));
+        let (_, quote) = quote.ok_or_else(|| self.unexpected("a string"))?;
+        let (text, rest) = self.0.split_once(quote).ok_or_else(|| self.unexpected("the end of a string"))?;
+        if text.contains('\\') {
+            return Err(self.unexpected("a string without escapes"));
+        }
+        self.0 = rest;
+        Ok(text)
+    }
+
+    /// The name of a dtype.
+    fn descr(&mut self) -> Result<&'t str, String> {
+        if self.0.trim_start().starts_with(['[', '(']) {
+            return Err("records with fields, expected an array of numbers".to_owned());
+        }
+        self.quoted()
+    }
+
+    fn truth(&mut self) -> Result<bool, String> {
+        let is_true = self.take("True");
+        if is_true || self.take("False") { Ok(is_true) } else { Err(self.unexpected("True or False")) }
+    }
+
+    /// Lengths of axes: a comma follows each but the last of several.
+    fn tuple(&mut self) -> Result<Vec<usize>, String> {
+        self.expect("(")?;
+        let mut axes = Vec::new();
+        while !self.take(")") {
+            let rest = self.0.trim_start();
+            let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+            let axis = rest[..digits].parse();
+            axes.push(axis.map_err(|_| self.unexpected("whole numbers as the shape"))?);
+            self.0 = &rest[digits..];
+            if !self.take(",") {
+                self.expect(if axes.len() == 1 { "," } else { ")" })?;
+                break;
+            }
+        }
+        Ok(axes)
+    }
+
+    fn end(&self) -> Result<(), String> {
+        if self.0.trim().is_empty() { Ok(()) } else { Err(self.unexpected("nothing behind the dictionary")) }
+    }
+}
+
+/// An array in an archive, which is read when it is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Member<'a> {
+    entry: ZipSliceEntry<'a>,
+    method: CompressionMethod,
+    is_encrypted: bool,
+}
+
+/// The arrays of an archive, by name without `.npy`. Folders are left out.
+///
+/// # Errors
+/// Says what is wrong with the directory of the archive.
+pub(crate) fn members(
+    archive: &ZipSliceArchive<impl AsRef<[u8]>>,
+) -> Result<BTreeMap<String, Member<'_>>, String> {
+    let mut members = BTreeMap::new();
+    let mut places = Vec::new();
+    for header in archive.entries() {
+        let header = header.map_err(damaged)?;
+        let path = header.file_path();
+        let full = String::from_utf8_lossy(path.as_ref());
+        let named = |what: &dyn std::fmt::Display| damaged(format_args!("member {full}: {what}"));
+        let entry = archive.get_entry(header.wayfinder()).map_err(|e| named(&e))?;
+        // Names have no checksum: a damaged one would hide its array.
+        let beside = entry.local_header().file_path();
+        if beside != path {
+            let beside = String::from_utf8_lossy(beside.as_ref());
+            return Err(named(&format_args!("{beside} beside its data")));
+        }
+        places.push((header.local_header_offset(), entry.compressed_data_range().1));
+        if header.is_dir() {
+            continue;
+        }
+        let name = full.strip_suffix(".npy").unwrap_or(&full);
+        let (method, is_encrypted) = (header.compression_method(), header.flags().is_encrypted());
+        if members.insert(name.to_owned(), Member { entry, method, is_encrypted }).is_some() {
+            return Err(format!("array {name}: it is listed twice"));
+        }
+    }
+    let (count, expected) = (places.len() as u64, archive.entries_hint());
+    if count != expected {
+        return Err(damaged(format_args!("{count} members in its directory, expected {expected}")));
+    }
+    // Otherwise a small archive could stand for any number of arrays.
+    places.sort_unstable();
+    if let Some(&[(at, end), (next, _)]) = places.windows(2).find(|pair| pair[0].1 > pair[1].0) {
+        return Err(damaged(format_args!("the member at byte {at} ends at {end}, another begins at {next}")));
     }
     Ok(members)
 }
 
-/// The member that an entry of the directory describes, and the entries behind it.
-fn member<'a>(archive: &[u8], entry: &'a [u8]) -> Result<(String, Member, &'a [u8]), String> {
-    let damaged = || "damaged archive".to_owned();
-    let long = |at| u32_at(entry, at).ok_or_else(damaged);
-    let short = |at| u16_at(entry, at).map(usize::from).ok_or_else(damaged);
-    if !entry.starts_with(b"PK\x01\x02") {
-        return Err(damaged());
-    }
-    let name_end = 46 + short(28)?;
-    let name = entry.get(46..name_end).ok_or_else(damaged)?;
-    let name = String::from_utf8_lossy(name);
-    let name =
-        name.strip_suffix(".npy").ok_or_else(|| format!("member {name} is not an .npy file"))?.to_owned();
-    let rest = entry.get(name_end + short(30)? + short(32)?..).ok_or_else(damaged)?;
-    let (packed, size, local) = (long(20)?, long(24)?, long(42)?);
-    if [packed, size, local].contains(&LARGE) {
-        return Err(format!(
-            "array {name} lies beyond 4 GiB, expected .npy files in a folder, or safetensors"
-        ));
-    }
-    // The header beside the data repeats the name, with extra fields of its own.
-    let header =
-        archive.get(local as usize..).filter(|header| header.starts_with(ZIP[0])).ok_or_else(damaged)?;
-    let (name_len, extra) =
-        (u16_at(header, 26).ok_or_else(damaged)?, u16_at(header, 28).ok_or_else(damaged)?);
-    let first = local as usize + 30 + usize::from(name_len) + usize::from(extra);
-    let range = first..first + packed as usize;
-    let data = archive.get(range.clone()).ok_or_else(damaged)?;
-    match (short(8)? & 1, short(10)?) {
-        (0, 0) if packed == size => Ok((name, Member::At(range), rest)),
-        (0, 8) => {
-            let inflated = inflate(data, size as usize).map_err(|why| format!("array {name}: {why}"))?;
-            if crc32(&inflated) != long(16)? {
-                return Err(format!("array {name}: the checksum differs"));
-            }
-            Ok((name, Member::Inflated(inflated), rest))
+pub(crate) fn damaged(what: impl std::fmt::Display) -> String {
+    format!("damaged archive: {what}")
+}
+
+/// Bytes that one compressed byte stands for at most: two bits repeat 258 bytes.
+const MAX_INFLATED: u64 = 4 * 258;
+
+impl Member<'_> {
+    /// Reads the array. Its size and its checksum are those that the archive says.
+    ///
+    /// # Errors
+    /// Says what is wrong with it, as [`array`] does.
+    pub(crate) fn read(&self) -> Result<Array<'static>, String> {
+        if self.is_encrypted {
+            return Err("it is encrypted".to_owned());
         }
-        (0, method) => Err(format!("array {name}: compression method {method}, expected 0 or 8")),
-        _ => Err(format!("array {name} is encrypted")),
-    }
-}
-
-fn inflate(data: &[u8], size: usize) -> Result<Vec<u8>, String> {
-    let inflated = miniz_oxide::inflate::decompress_to_vec_with_limit(data, size);
-    let inflated = inflated.map_err(|e| format!("cannot be decompressed: {e}"))?;
-    if inflated.len() == size {
-        Ok(inflated)
-    } else {
-        Err(format!("{} bytes, expected {size}", inflated.len()))
-    }
-}
-
-/// The checksum of archives: the remainder by the polynomial 0x04c11db7, with bits in reverse order.
-fn crc32(bytes: &[u8]) -> u32 {
-    const TABLE: [u32; 256] = {
-        let mut table = [0; 256];
-        let mut byte = 0;
-        while byte < 256 {
-            let (mut crc, mut bit) = (byte as u32, 0);
-            while bit < 8 {
-                crc = if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 };
-                bit += 1;
+        let data = self.entry.data();
+        let (stored, size) = (data.len() as u64, self.entry.claim_verifier().uncompressed_size);
+        let data: Box<dyn Read + '_> = match self.method {
+            CompressionMethod::STORE if size != stored => {
+                return Err(format!("{stored} bytes are stored, expected {size}"));
             }
-            table[byte] = crc;
-            byte += 1;
+            CompressionMethod::STORE => Box::new(data),
+            CompressionMethod::DEFLATE if size > stored.saturating_mul(MAX_INFLATED) => {
+                return Err(format!(
+                    "{stored} compressed bytes cannot hold {size}, expected at most {MAX_INFLATED} from each"
+                ));
+            }
+            CompressionMethod::DEFLATE => {
+                Box::new(Inflate { data, state: InflateState::new_boxed(DataFormat::Raw) })
+            }
+            other => return Err(format!("compression method {other}, expected 0 or 8 (DEFLATE)")),
+        };
+        let mut data = self.entry.verifying_reader(data);
+        let header = Header::read(&mut data)?;
+        let size = header.check_size(size.saturating_sub(header.len))?;
+        let mut elements = Buffer::zeroed(size).map_err(|e| e.to_string())?;
+        data.read_exact(elements.bytes_mut()).map_err(|e| e.to_string())?;
+        // At the end, the size and the checksum are compared.
+        data.read(&mut [0]).map_err(|e| e.to_string())?;
+        let Header { dtype, shape, .. } = header;
+        Ok(Array { dtype, shape, bytes: Bytes::Owned(elements) })
+    }
+}
+
+/// Reads what compressed bytes stand for.
+struct Inflate<'a> {
+    data: &'a [u8],
+    state: Box<InflateState>,
+}
+
+impl Read for Inflate<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        loop {
+            let step = inflate(&mut self.state, self.data, into, MZFlush::None);
+            self.data = &self.data[step.bytes_consumed..];
+            match step.status {
+                Ok(MZStatus::StreamEnd) => return Ok(step.bytes_written),
+                Ok(_) if step.bytes_written > 0 || into.is_empty() => return Ok(step.bytes_written),
+                Ok(_) if step.bytes_consumed > 0 => {}
+                Ok(_) | Err(_) => {
+                    return Err(Error::new(ErrorKind::InvalidData, "it cannot be decompressed"));
+                }
+            }
         }
-        table
-    };
-    !bytes.iter().fold(!0u32, |crc, byte| (crc >> 8) ^ TABLE[usize::from(crc as u8 ^ byte)])
-}
-
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    bytes.get(at..)?.first_chunk::<2>().map(|two| u16::from_le_bytes(*two))
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    bytes.get(at..)?.first_chunk::<4>().map(|four| u32::from_le_bytes(*four))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rawzip::ZipArchive;
 
     /// An `.npy` file as numpy writes it: the data begins at a multiple of 64 bytes.
     fn npy(header: &str, data: &[u8]) -> Vec<u8> {
@@ -243,13 +370,38 @@ mod tests {
         [NPY, &[1, 0], &length, header.as_bytes(), data].concat()
     }
 
+    fn refused(bytes: &[u8]) -> String {
+        array(bytes).err().unwrap_or_else(|| panic!("{bytes:?} is an array"))
+    }
+
     #[test]
     fn headers_say_dtype_order_and_shape() {
-        let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }";
-        let bytes = npy(header, &[7; 24]);
-        let array = array(&bytes).unwrap();
-        assert_eq!((array.dtype, &array.shape[..], array.bytes), (Dtype::F32, &[2, 3][..], &[7; 24][..]));
-        assert_eq!((bytes.len() - 24) % 64, 0);
+        for header in [
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }",
+            "{\"shape\":(2,3,),'fortran_order':False , 'descr':'<f4'}",
+        ] {
+            let bytes = npy(header, &[7; 24]);
+            let array = array(&bytes).unwrap();
+            assert_eq!((array.dtype, &array.shape[..]), (Dtype::F32, &[2, 3][..]));
+            assert_eq!(array.bytes.get(), [7; 24]);
+            assert_eq!((bytes.len() - 24) % 64, 0);
+        }
+    }
+
+    #[test]
+    fn versions_of_the_format() {
+        let text = b"{'descr': '|b1', 'fortran_order': False, 'shape': (2,)}";
+        let of = |version: [u8; 2], length: &[u8]| [NPY, &version, length, text, &[1, 0]].concat();
+        let (two, four) = ((text.len() as u16).to_le_bytes(), (text.len() as u32).to_le_bytes());
+        for bytes in [of([1, 0], &two), of([2, 0], &four), of([3, 0], &four)] {
+            assert_eq!(array(&bytes).unwrap().bytes.get(), [1, 0]);
+        }
+        for (version, why) in [([0, 1], "0.1"), ([1, 1], "1.1"), ([4, 0], "4.0")] {
+            let expected = format!(".npy format {why}, expected 1.0, 2.0 or 3.0");
+            assert_eq!(refused(&of(version, &four)), expected);
+        }
+        let why = "header of 4294967295 bytes, expected at most 65536";
+        assert_eq!(refused(&of([2, 0], &[255; 4])), why);
     }
 
     #[test]
@@ -269,20 +421,103 @@ mod tests {
     fn what_is_not_read_is_named() {
         let of = |descr: &str, shape: &str, data: usize| {
             let header = format!("{{'descr': {descr}, 'fortran_order': False, 'shape': ({shape})}}");
-            array(&npy(&header, &vec![0; data])).unwrap_err()
+            refused(&npy(&header, &vec![0; data]))
         };
         assert!(of("'<c8'", "1,", 8).starts_with("dtype <c8, expected one of <f2, <f4"));
+        assert!(of("'|O'", "1,", 8).starts_with("dtype |O, expected"));
         assert!(of("'|V2'", "1,", 2).contains("save float32 and give --dtype bf16"));
         assert!(of("'>f4'", "1,", 4).contains("big-endian"));
         assert!(of("[('a', '<f4')]", "1,", 4).contains("records with fields"));
         assert_eq!(of("'<f4'", "2, 3", 23), "23 bytes of data do not fit shape [2, 3] of F32");
         assert!(of("'<f4'", "99999999999, 99999999999", 4).contains("do not fit shape"));
-        assert!(of("'<f4'", "-1,", 4).contains("expected whole numbers"));
-        assert_eq!(array(b"\x93NUMPY\x01\x00\xff\xff").unwrap_err(), "not an .npy file");
+        for shape in ["-1,", "1.5,", "1, , 2", "99999999999999999999,", "3", "1 2"] {
+            let why = of("'<f4'", shape, 4);
+            assert!(why.starts_with("the header has "), "{shape}: {why}");
+        }
+        assert_eq!(refused(b"\x93NUMPY\x01\x00\xff\xff"), "the file ends in the header of the array");
+        assert_eq!(refused(b"\x93NUMPX\x01\x00\x00\x00"), "not an .npy file");
+    }
+
+    /// A header is a dictionary and nothing else, as numpy reads it: none is searched for what looks like a key.
+    #[test]
+    fn headers_that_are_no_dictionaries() {
+        let whole = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }";
+        for (header, why) in [
+            (&whole[1..], "expected {"),
+            (&whole[..whole.len() - 1], "expected a string"),
+            (
+                "{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} x",
+                "expected nothing behind the dictionary",
+            ),
+            ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", "expected True or False"),
+            ("{'descr': '<f4', 'fortran_order': False}", "the header lacks shape"),
+            (
+                "{'descr': '<f4', 'x': \"'shape': (2,)\", 'shape': (1,)}",
+                "the header has a key x, expected descr",
+            ),
+            ("{'descr': '<f4', 'descr': '<f4', 'shape': (1,)}", "the header has descr twice"),
+            (
+                "{'descr': '<\\x664', 'fortran_order': False, 'shape': (1,)}",
+                "expected a string without escapes",
+            ),
+            ("{'descr': '<f4' 'fortran_order': False, 'shape': (1,)}", "expected }"),
+        ] {
+            let found = refused(&npy(header, &[0; 4]));
+            assert!(found.contains(why), "{header}: {found}");
+        }
+    }
+
+    /// Arrays by name: dtype, shape and bytes.
+    type Arrays = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+    fn arrays(bytes: &[u8], names: &[&str]) -> Result<Arrays, String> {
+        if !is_npz(bytes) {
+            return Err("not an archive".to_owned());
+        }
+        let archive = ZipArchive::from_slice(bytes).map_err(damaged)?;
+        let mut members = members(&archive)?;
+        members.retain(|name, _| names.contains(&&name[..]));
+        let read = members.into_iter().map(|(name, member)| {
+            let Array { dtype, shape, bytes } = member.read()?;
+            Ok((name, (dtype, shape, bytes.get().to_vec())))
+        });
+        read.collect()
+    }
+
+    const ARCHIVES: [&[u8]; 4] = [
+        include_bytes!("../tests/numpy/savez.npz"),
+        include_bytes!("../tests/numpy/savez_compressed.npz"),
+        include_bytes!("../tests/numpy/members.npz"),
+        include_bytes!("../tests/numpy/zip64.npz"),
+    ];
+
+    const NAMES: [&str; 4] = ["q", "k", "v", "mask"];
+
+    #[test]
+    fn every_changed_byte_is_an_error_or_changes_nothing() {
+        let whole = arrays(ARCHIVES[0], &NAMES).unwrap();
+        assert_eq!(whole.len(), NAMES.len());
+        for archive in ARCHIVES {
+            assert_eq!(arrays(archive, &NAMES).unwrap(), whole);
+            let mut refused = 0;
+            for (at, flip) in (0..archive.len()).flat_map(|at| [1, 2, 4, 0x80, 0xff].map(|flip| (at, flip))) {
+                let mut bytes = archive.to_vec();
+                bytes[at] ^= flip;
+                match arrays(&bytes, &NAMES) {
+                    Ok(found) => assert!(found == whole, "byte {at} ^ {flip}: another answer"),
+                    Err(_) => refused += 1,
+                }
+            }
+            assert!(refused > archive.len(), "{refused} changes of {} bytes were found", archive.len());
+        }
     }
 
     #[test]
-    fn checksums_of_known_text() {
-        assert_eq!((crc32(b""), crc32(b"123456789")), (0, 0xcbf4_3926));
+    fn every_shorter_archive_is_refused() {
+        for archive in ARCHIVES {
+            for length in 0..archive.len() {
+                assert!(arrays(&archive[..length], &NAMES).is_err(), "{length} of {}", archive.len());
+            }
+        }
     }
 }

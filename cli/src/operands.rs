@@ -139,12 +139,12 @@ pub(crate) struct Operands<'a> {
 impl<'a> Operands<'a> {
     /// Finds and checks every tensor, and validates the problem.
     pub(crate) fn read(archive: &Archive<'a>, reading: &Reading, semantics: &Semantics) -> Result<Self> {
-        if archive.get("d_out").is_some() {
+        if archive.has("d_out") {
             return Err(
                 archive.refuse("tensor d_out asks for gradients, this build computes the forward pass only")
             );
         }
-        if let Some(name) = ["q", "k", "v"].into_iter().find(|name| archive.get(name).is_none()) {
+        if let Some(name) = ["q", "k", "v"].into_iter().find(|name| !archive.has(name)) {
             let layers = names::layers(archive);
             let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
             if !layers.is_empty() {
@@ -157,7 +157,7 @@ impl<'a> Operands<'a> {
         if let Some((name, meant)) = archive.names().find_map(|name| Some((name, meant(name)?))) {
             return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean {meant}?")));
         }
-        let packed = archive.get("cu_seqlens_q").is_some() || archive.get("cu_seqlens_k").is_some();
+        let packed = archive.has("cu_seqlens_q") || archive.has("cu_seqlens_k");
         let order = match (packed, reading.layout) {
             (true, Some(_)) => {
                 return Err(archive.refuse(
@@ -184,7 +184,7 @@ impl<'a> Operands<'a> {
             }
         }
 
-        let mask = archive.get("mask").map(|stored| mask(archive, stored)).transpose()?;
+        let mask = archive.get("mask")?.map(|stored| mask(archive, stored)).transpose()?;
         let alibi_slopes = floats(archive, "alibi_slopes")?;
         let sinks = floats(archive, "sinks")?;
         let mut desc = ProblemDesc::new(dims, q.dtype);
@@ -332,7 +332,7 @@ pub(crate) fn tensor<'a>(
     order: Order,
     to: Option<Dtype>,
 ) -> Result<Tensor<'a>> {
-    let stored = archive.get(name).ok_or_else(|| {
+    let stored = archive.get(name)?.ok_or_else(|| {
         archive.refuse(format_args!("tensor {name} is missing, expected {name} {}", order.axes()))
     })?;
     let dtype = float_dtype(stored.dtype).ok_or_else(|| {
@@ -349,12 +349,12 @@ pub(crate) fn tensor<'a>(
     })?;
     match to {
         Some(to) if to != dtype => {
-            let bytes = Bytes::Owned(convert(stored.bytes, dtype, to)?);
+            let bytes = Bytes::Owned(convert(stored.bytes.get(), dtype, to)?);
             // f32 holds every element of the other dtypes.
             Ok(Tensor { dtype: to, shape, bytes, is_rounded: to != Dtype::F32 })
         }
         _ => {
-            let bytes = Bytes::aligned(stored.bytes, dtype.bytes())?;
+            let bytes = stored.bytes.aligned(dtype.bytes())?;
             Ok(Tensor { dtype, shape, bytes, is_rounded: false })
         }
     }
@@ -384,7 +384,7 @@ fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Res
     Ok(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim })
 }
 
-fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
+fn mask<'a>(archive: &Archive<'a>, stored: Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
     let shape = match *stored.shape.as_slice() {
         [queries, keys] => [1, 1, queries, keys],
         [batch, queries, keys] => [batch, 1, queries, keys],
@@ -396,10 +396,8 @@ fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [us
         }
     };
     match (stored.dtype, float_dtype(stored.dtype)) {
-        (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, Bytes::aligned(stored.bytes, 1)?)),
-        (_, Some(dtype)) => {
-            Ok((MaskKind::Additive(dtype), shape, Bytes::aligned(stored.bytes, dtype.bytes())?))
-        }
+        (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, stored.bytes)),
+        (_, Some(dtype)) => Ok((MaskKind::Additive(dtype), shape, stored.bytes.aligned(dtype.bytes())?)),
         (other, None) => {
             let name = archive.called("mask");
             Err(archive.refuse(format_args!("tensor {name} is {other:?}, expected BOOL, F32, F16 or BF16")))
@@ -414,7 +412,7 @@ fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
             Some(kv_lens) => Sequences::Padded { kv_lens },
         });
     }
-    if archive.get("kv_lens").is_some() {
+    if archive.has("kv_lens") {
         return Err(
             archive.refuse("tensors kv_lens and cu_seqlens_q or cu_seqlens_k, expected one or the other")
         );
@@ -427,12 +425,8 @@ fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
 }
 
 /// A tensor with one axis and one of the expected dtypes.
-fn list<'s>(
-    archive: &'s Archive<'_>,
-    name: &str,
-    expected: &[StoredDtype],
-) -> Result<Option<&'s Stored<'s>>> {
-    let Some(stored) = archive.get(name) else { return Ok(None) };
+fn list<'a>(archive: &Archive<'a>, name: &str, expected: &[StoredDtype]) -> Result<Option<Stored<'a>>> {
+    let Some(stored) = archive.get(name)? else { return Ok(None) };
     if stored.shape.len() != 1 {
         return Err(archive.refuse(format_args!(
             "tensor {name} has shape {}, expected one axis",
@@ -449,7 +443,7 @@ fn list<'s>(
 
 fn floats(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<f32>>> {
     let Some(stored) = list(archive, name, &[StoredDtype::F32])? else { return Ok(None) };
-    Ok(Some(stored.bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
+    Ok(Some(stored.bytes.get().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
 }
 
 /// A list of lengths.
@@ -457,7 +451,7 @@ pub(crate) fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<us
     let Some(stored) = list(archive, name, &[StoredDtype::I64, StoredDtype::I32])? else { return Ok(None) };
     let wide = stored.dtype == StoredDtype::I64;
     let size = if wide { size_of::<i64>() } else { size_of::<i32>() };
-    let entries = stored.bytes.chunks_exact(size).map(|bytes| {
+    let entries = stored.bytes.get().chunks_exact(size).map(|bytes| {
         if wide {
             bytemuck::pod_read_unaligned(bytes)
         } else {

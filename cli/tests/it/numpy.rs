@@ -23,25 +23,34 @@ fn npy(tensor: &Tensor) -> Vec<u8> {
 
 /// An archive as `numpy.savez` writes it, or, compressed, `numpy.savez_compressed`: sizes of members also stand behind
 /// the header beside the data, in an extra field.
-fn npz(tensors: &Tensors, compressed: bool) -> Vec<u8> {
+fn npz(members: &[(String, Vec<u8>)], compressed: bool) -> Vec<u8> {
     let (mut bytes, mut directory) = (Vec::new(), Vec::new());
-    for (name, tensor) in tensors {
-        let (name, plain) = (format!("{name}.npy"), npy(tensor));
+    for (name, plain) in members {
         let (method, data) = match compressed {
-            true => (8u16, miniz_oxide::deflate::compress_to_vec(&plain, 6)),
+            true => (8u16, miniz_oxide::deflate::compress_to_vec(plain, 6)),
             false => (0u16, plain.clone()),
         };
         let [crc, packed, size, at] =
-            [crc32(&plain), data.len() as u32, plain.len() as u32, bytes.len() as u32].map(u32::to_le_bytes);
+            [crc32(plain), data.len() as u32, plain.len() as u32, bytes.len() as u32].map(u32::to_le_bytes);
         let (method, length) = (method.to_le_bytes(), (name.len() as u16).to_le_bytes());
         let both = [&[20, 0, 0, 0][..], &method, &[0; 4], &crc, &packed, &size, &length].concat();
         bytes.extend([b"PK\x03\x04", &both[..], &[20, 0], name.as_bytes(), &[1; 20], &data].concat());
         directory.extend([b"PK\x01\x02\x14\x03", &both[..], &[0; 12], &at, name.as_bytes()].concat());
     }
     let (count, size, start) =
-        ((tensors.len() as u16).to_le_bytes(), (directory.len() as u32).to_le_bytes(), bytes.len() as u32);
+        ((members.len() as u16).to_le_bytes(), (directory.len() as u32).to_le_bytes(), bytes.len() as u32);
     let end = [b"PK\x05\x06\0\0\0\0", &count[..], &count, &size, &start.to_le_bytes(), &[0; 2]].concat();
     [bytes, directory, end].concat()
+}
+
+fn members(tensors: &Tensors) -> Vec<(String, Vec<u8>)> {
+    tensors.iter().map(|(name, tensor)| (format!("{name}.npy"), npy(tensor))).collect()
+}
+
+/// An array of strings, which nothing of ours has.
+fn note() -> Vec<u8> {
+    let header = "{'descr': '<U7', 'fortran_order': False, 'shape': (), }\n";
+    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), &[108; 28]].concat()
 }
 
 /// The checksum of archives, bit by bit.
@@ -73,8 +82,8 @@ fn arrays_give_the_answer_of_safetensors() {
     let folder = Folder::with(&tensors());
     let expected = folder.run(&["--splits", "1"]);
     let path = |name: &str| folder.path().join(name);
-    std::fs::write(path("plain.npz"), npz(&tensors(), false)).unwrap();
-    std::fs::write(path("compressed.npz"), npz(&tensors(), true)).unwrap();
+    std::fs::write(path("plain.npz"), npz(&members(&tensors()), false)).unwrap();
+    std::fs::write(path("compressed.npz"), npz(&members(&tensors()), true)).unwrap();
     std::fs::create_dir(path("arrays")).unwrap();
     for (name, tensor) in &tensors() {
         std::fs::write(path("arrays").join(format!("{name}.npy")), npy(tensor)).unwrap();
@@ -122,42 +131,142 @@ fn arrays_that_are_not_read_are_refused() {
     std::fs::write(path("empty").join("q.npy"), &q).unwrap();
     refuse("empty", "empty: tensor k is missing");
 
-    let whole = npz(&tensors(), false);
+    let all = members(&tensors());
+    let whole = npz(&all, false);
     let place = |of: &[u8], what: &[u8]| of.windows(what.len()).rposition(|window| window == what).unwrap();
-    let changed = |at: usize, to: &[u8]| {
-        let mut bytes = whole.clone();
+    let changed = |of: &[u8], at: usize, to: &[u8]| {
+        let mut bytes = of.to_vec();
         bytes[at..at + to.len()].copy_from_slice(to);
         bytes
     };
+    let in_v = |from: &str, to: &str| {
+        let mut all = all.clone();
+        let v = &mut all.iter_mut().find(|(name, _)| name == "v.npy").unwrap().1;
+        *v = changed(v, place(v, from.as_bytes()), to.as_bytes());
+        npz(&all, true)
+    };
+    let packed = npz(&all, true);
     let (end, entry) = (place(&whole, b"PK\x05\x06"), place(&whole, b"PK\x01\x02"));
-    let fortran = {
-        let at = place(&whole, b"False");
-        changed(at, b"True ")
-    };
-    let packed = npz(&tensors(), true);
-    let broken = {
-        let mut bytes = packed.clone();
-        let at = place(&packed, b"PK\x01\x02");
-        bytes[at + 16] ^= 1;
-        bytes
-    };
+    let packed_entry = place(&packed, b"PK\x01\x02");
+    let twice = npz(&[&all[..], &all[..1]].concat(), false);
+    // 16 MiB that the compressed bytes do not have, and could not have.
+    let claimed = changed(&packed, packed_entry + 24, &(1u32 << 24).to_le_bytes());
     for (bytes, why) in [
-        (changed(end + 16, &[255; 4]), "larger than 4 GiB, expected .npy files in a folder, or safetensors"),
-        (changed(entry + 20, &[255; 4]), "array v lies beyond 4 GiB"),
-        (changed(entry + 10, &[12, 0]), "array v: compression method 12, expected 0 or 8"),
-        (changed(entry + 8, &[1, 0]), "array v is encrypted"),
-        (changed(entry + 42, &[1, 0, 0, 0]), "damaged archive"),
-        (changed(end, b"    "), "damaged archive"),
-        (changed(entry + 46, b"q"), "array q: it is listed twice"),
-        (fortran, "array v: in Fortran order, expected C order: numpy.ascontiguousarray"),
-        (broken, "array v: the checksum differs"),
+        (changed(&whole, end + 16, &[255; 4]), "damaged archive: "),
+        (changed(&whole, end + 10, &[9, 0]), "damaged archive: 5 members in its directory, expected 9"),
+        (changed(&whole, entry + 20, &[255; 4]), "damaged archive: member v.npy: Unexpected end of file"),
+        (changed(&whole, entry + 10, &[12, 0]), "array v: compression method 12"),
+        (changed(&whole, entry + 8, &[1, 0]), "array v: it is encrypted"),
+        (changed(&whole, entry + 42, &[1, 0, 0, 0]), "damaged archive: member v.npy: Invalid signature"),
+        (changed(&whole, entry + 42, &[0; 4]), "damaged archive: member v.npy: k.npy beside its data"),
+        (changed(&whole, end, b"    "), "damaged archive: "),
+        (changed(&whole, entry + 46, b"q"), "damaged archive: member q.npy: v.npy beside its data"),
+        (twice, "array k: it is listed twice"),
+        (changed(&whole, entry + 16, &[0; 4]), "array v: Invalid checksum: expected 0x00000000, got 0x"),
+        (changed(&whole, entry + 24, &[1, 0, 0, 0]), "bytes are stored, expected 1"),
+        (claimed, "compressed bytes cannot hold 16777216, expected at most 1032 from each"),
+        (in_v("False", "True "), "array v: in Fortran order, expected C order: numpy.ascontiguousarray"),
+        (in_v("<f2", ">f2"), "array v: dtype >f2 (big-endian), expected one of <f2"),
+        (
+            in_v("(2, 2, 30, 24,)", "(2, 2, 30, 25,)"),
+            "array v: 5760 bytes of data do not fit shape [2, 2, 30, 25]",
+        ),
+        (in_v("'shape'", "'shave'"), "array v: the header has a key shave, expected descr"),
     ] {
         std::fs::write(path("in.npz"), bytes).unwrap();
         refuse("in.npz", why);
     }
+    // Two members in one place: the second one's header lies in the first one's data.
+    let inner = npz(&all[..1], false);
+    let outer = npz(&[("x.npy".to_owned(), inner[..place(&inner, b"PK\x01\x02")].to_vec())], false);
+    let directory = place(&outer, b"PK\x01\x02");
+    let entry = &inner[place(&inner, b"PK\x01\x02")..place(&inner, b"PK\x05\x06")];
+    let nested = changed(entry, 42, &(30 + 5 + 20u32).to_le_bytes());
+    let end = changed(&outer[place(&outer, b"PK\x05\x06")..], 10, &[2, 0]);
+    let both = [&outer[..place(&outer, b"PK\x05\x06")], &nested, &end].concat();
+    assert!(directory < both.len());
+    std::fs::write(path("in.npz"), both).unwrap();
+    refuse("in.npz", "damaged archive: the member at byte 0 ends at ");
     // An archive that is cut off anywhere is refused, and never read past its end.
-    for length in (4..whole.len()).step_by(37) {
+    for length in (4..whole.len()).step_by(whole.len() / 20) {
         std::fs::write(path("in.npz"), &whole[..length]).unwrap();
         refuse("in.npz", "in.npz: damaged archive");
+    }
+}
+
+fn fixture(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/numpy").join(name)
+}
+
+#[test]
+fn archives_that_numpy_wrote() {
+    let folder = Folder::empty();
+    let answers = ["savez.npz", "savez_compressed.npz", "zip64.npz", "members.npz"].map(|name| {
+        let output = run(&fixture(name), &folder.output);
+        assert!(output.status.success(), "{name}: {}", stderr(&output));
+        // Other arrays are noted as other tensors are, whatever they hold.
+        let also =
+            if name == "members.npz" { "big_endian, fortran, note, object and 2 more" } else { "note" };
+        let note = format!("{name}: note: tensors not read: {also} (known are q, k, v, mask, ");
+        assert!(stderr(&output).contains(&note), "{}", stderr(&output));
+        let strict = flashtile(["plan".as_ref(), fixture(name).as_os_str(), "--strict".as_ref()]);
+        assert_refused(&strict, &format!("unknown tensors: {also}"), name);
+        read(&folder.output)
+    });
+    assert!(answers.iter().all(|answer| *answer == answers[0]));
+}
+
+#[test]
+fn arrays_that_are_not_needed_are_not_read() {
+    let folder = Folder::empty();
+    let path = |name: &str| folder.path().join(name);
+    // A hundred megabytes of zeros, which its checksum denies: whoever read it would refuse it.
+    let mut all = members(&tensors());
+    all.push(("unread.npy".to_owned(), vec![0; 100 << 20]));
+    let mut bytes = npz(&all, true);
+    let entry = bytes.windows(4).rposition(|window| window == b"PK\x01\x02").unwrap();
+    bytes[entry + 16] ^= 1;
+    std::fs::write(path("in.npz"), bytes).unwrap();
+    std::fs::create_dir(path("arrays")).unwrap();
+    for (name, bytes) in &members(&tensors()) {
+        std::fs::write(path("arrays").join(name), bytes).unwrap();
+    }
+    std::fs::write(path("arrays").join("unread.npy"), note()).unwrap();
+    std::fs::create_dir(path("arrays").join("folder.npy")).unwrap();
+    for (name, also) in [("in.npz", "unread"), ("arrays", "folder, unread")] {
+        let output = run(&path(name), &folder.output);
+        assert!(output.status.success(), "{name}: {}", stderr(&output));
+        assert!(
+            stderr(&output).contains(&format!("{name}: note: tensors not read: {also} (known")),
+            "{name}"
+        );
+    }
+    // One that is needed is refused, whatever its dtype.
+    all.retain(|(name, _)| name != "unread.npy");
+    all.iter_mut().find(|(name, _)| name == "mask.npy").unwrap().1 = note();
+    std::fs::write(path("in.npz"), npz(&all, true)).unwrap();
+    assert_refused(&run(&path("in.npz"), &folder.output), "array mask: dtype <U7, expected one of", "mask");
+}
+
+#[test]
+fn changed_bytes_give_the_same_answer_or_an_error() {
+    let folder = Folder::empty();
+    let input = folder.path().join("in.npz");
+    for name in ["savez.npz", "savez_compressed.npz", "zip64.npz"] {
+        let whole = std::fs::read(fixture(name)).unwrap();
+        assert!(run(&fixture(name), &folder.output).status.success());
+        let answer = read(&folder.output);
+        for at in (0..whole.len()).step_by(23) {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 0x10;
+            std::fs::write(&input, bytes).unwrap();
+            std::fs::remove_file(&folder.output).unwrap_or_default();
+            let output = run(&input, &folder.output);
+            match output.status.code() {
+                Some(0) => assert!(read(&folder.output) == answer, "{name}: byte {at}"),
+                Some(2) => assert!(!folder.output.exists(), "{name}: byte {at}"),
+                other => panic!("{name}: byte {at}: {other:?}, {}", stderr(&output)),
+            }
+        }
     }
 }
