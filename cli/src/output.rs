@@ -32,7 +32,7 @@ impl Destination {
             return Err(refuse(&"names no file"));
         }
         check_writable(&target).map_err(|e| refuse(&format_args!("cannot be written: {e}")))?;
-        Temporary::is_possible(&folder)
+        Temporary::create(&folder, 0o600)
             .map_err(|e| refuse(&format_args!("cannot be written: {}", cause(&e))))?;
         Ok(Self { path: target, folder })
     }
