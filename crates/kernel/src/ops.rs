@@ -57,6 +57,17 @@ identities! {
     plain: Plain;
 }
 
+/// A type that is `T`.
+#[diagnostic::on_unimplemented(
+    message = "the printed source has `{T}` for this name, which stands for `{Self}` here",
+    label = "another item has a name of the language: rename it"
+)]
+pub trait Is<T: ?Sized> {}
+impl<T: ?Sized> Is<T> for T {}
+
+/// Compiles where a name of the language stands for the language's own type.
+pub const fn own<Users: Is<Ours> + ?Sized, Ours: ?Sized>() {}
+
 /// The condition of `if` and `while`, and an operand of `&&` and `||`.
 #[inline(always)]
 pub const fn condition(x: bool) -> bool {

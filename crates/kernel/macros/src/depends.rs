@@ -1,10 +1,11 @@
-//! The items that an item uses: functions, tables and structs, reached by the paths that the user wrote.
+//! What an item uses, by the paths that the user wrote: functions, tables and structs, and the names of the language, which rustc must
+//! resolve to the language's own items.
 
 use proc_macro2::{Span, TokenStream};
-use quote::{ToTokens, quote_spanned};
+use quote::{ToTokens, quote, quote_spanned};
 use syn::spanned::Spanned;
 
-use crate::ir::{Parameter, Scalar};
+use crate::ir::{Bound, Parameter, Scalar};
 use crate::syntax::{module_of, without_lifetimes};
 
 /// The items that an item uses, each once.
@@ -15,6 +16,10 @@ pub(crate) struct Depends {
     items: Vec<Item>,
     /// Constant assertions about the items: without them the printed source would not mean what rustc reads.
     demands: Vec<TokenStream>,
+    /// Statements that compile where names of types and traits are the language's own, each once.
+    own: Vec<(String, TokenStream)>,
+    /// Names of intrinsics that are called, and of scalar types that constants and functions are of, each once.
+    names: Vec<syn::Ident>,
 }
 
 #[derive(Debug)]
@@ -26,12 +31,12 @@ struct Item {
 impl Depends {
     /// For an item whose source is in a module beside it.
     pub(crate) fn of_module() -> Depends {
-        Depends { inside: true, items: Vec::new(), demands: Vec::new() }
+        Depends { inside: true, ..Depends::of_impl() }
     }
 
     /// For an item whose source is in an `impl` beside it.
     pub(crate) fn of_impl() -> Depends {
-        Depends { inside: false, items: Vec::new(), demands: Vec::new() }
+        Depends { inside: false, items: Vec::new(), demands: Vec::new(), own: Vec::new(), names: Vec::new() }
     }
 
     /// A device function or a constant: the path's module of the same name holds its source.
@@ -140,8 +145,94 @@ impl Depends {
         self.items.iter().map(|item| &item.source).collect()
     }
 
-    pub(crate) fn demands(&self) -> &[TokenStream] {
-        &self.demands
+    /// A scalar type, by its name or its path.
+    pub(crate) fn own_scalar(&mut self, path: &syn::Path, scalar: Scalar) {
+        let name = syn::Ident::new(&scalar.rust(), path.span());
+        let ours = match scalar {
+            Scalar::F16 | Scalar::Bf16 => quote!(::flashtile_kernel::#name),
+            _ => quote!(::core::primitive::#name),
+        };
+        self.own_type(path, &ours);
+    }
+
+    /// `Buffer`, `Shared` or `Fragment`. It is the same type for every element.
+    pub(crate) fn own_generic(&mut self, path: &syn::Path) {
+        let mut path = module_of(path);
+        let Some(last) = path.segments.last_mut() else { return };
+        let (name, span) = (last.ident.clone(), last.ident.span());
+        let element = syn::parse_quote_spanned!(span=> <::core::primitive::f32>);
+        last.arguments = syn::PathArguments::AngleBracketed(element);
+        self.own_type(&path, &quote_spanned!(span=> ::flashtile_kernel::#name<::core::primitive::f32>));
+    }
+
+    fn own_type(&mut self, path: &syn::Path, ours: &TokenStream) {
+        let (span, path) = (path.span(), self.path(path));
+        self.add_own(&path, quote_spanned!(span=> ::flashtile_kernel::ops::own::<#path, #ours>();));
+    }
+
+    /// The bound of a type parameter.
+    pub(crate) fn own_bound(&mut self, path: &syn::Path, bound: Bound) {
+        let (span, path) = (path.span(), self.path(path));
+        let ours = match bound {
+            Bound::Scalar => quote_spanned!(span=> ::flashtile_kernel::Scalar),
+            Bound::Number => quote_spanned!(span=> ::flashtile_kernel::Number),
+            Bound::Element => quote_spanned!(span=> ::flashtile_kernel::Element),
+        };
+        let check = quote_spanned! {span=>
+            {
+                #[allow(dead_code)]
+                fn ft_users<T: #path>() {
+                    fn ft_ours<T: #ours>() {}
+                    ft_ours::<T>();
+                }
+            }
+        };
+        self.add_own(&path, check);
+    }
+
+    fn add_own(&mut self, path: &syn::Path, check: TokenStream) {
+        let key = path.to_token_stream().to_string();
+        if self.own.iter().all(|(found, _)| *found != key) {
+            self.own.push((key, check));
+        }
+    }
+
+    /// An intrinsic function. The native function calls the language's own by its path, as the printed source does.
+    pub(crate) fn own_name(&mut self, name: &syn::Ident) {
+        if !self.names.contains(name) {
+            self.names.push(name.clone());
+        }
+    }
+
+    /// A scalar type that a constant or a function is of: a module of its name would come before it.
+    pub(crate) fn own_owner(&mut self, path: &syn::Path, scalar: Scalar) {
+        self.own_scalar(path, scalar);
+        if let Some(name) = path.get_ident() {
+            self.own_name(name);
+        }
+    }
+
+    /// Constants that compile where the items and the names mean what the printed source says.
+    pub(crate) fn demands(&self) -> TokenStream {
+        let (demands, names) = (&self.demands, self.names.iter());
+        let own = self.own.iter().map(|(_, check)| check);
+        let own = (!self.own.is_empty()).then(|| quote!(const _: fn() = || { #(#own)* };));
+        // A name that two globs import is ambiguous, unless it is one item.
+        let user = if self.inside { quote!(super::super) } else { quote!(super) };
+        let names = (!self.names.is_empty()).then(|| {
+            quote! {
+                const _: () = {
+                    #[allow(unused_imports)]
+                    mod ft_names {
+                        use #user::*;
+                        use ::core::primitive::*;
+                        use ::flashtile_kernel::prelude::*;
+                        #(use self::#names as _;)*
+                    }
+                };
+            }
+        });
+        quote!(#(#demands)* #own #names)
     }
 }
 

@@ -116,7 +116,7 @@ pub(crate) fn native_function(function: &syn::ItemFn, body: &NativeBody<'_>) -> 
             Some(quote!(#[allow(unused, clippy::all)])),
             quote!({ ::core::panic!("a refused function of the kernel language") }),
         ),
-        NativeBody::AsWritten(block) => (None, block.to_token_stream()),
+        NativeBody::AsWritten(block) => (None, native::with_own_asserts(block).to_token_stream()),
         NativeBody::Checked { lowered, has_result } => (None, native::body(block, *has_result, lowered)),
     };
     quote!(#(#attrs)* #lints #unused #vis #sig #body)
@@ -207,7 +207,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
             pub const IS_CONVERGENT: bool = #is_convergent;
             pub const HAS_BARRIER: bool = #has_barrier;
             pub const #name: () = ();
-            #(#demands)*
+            #demands
         }
     }
 }
@@ -318,8 +318,8 @@ fn device_struct(structure: syn::ItemStruct, item: TokenStream, mut errors: Erro
         .into_iter()
         .filter(|parameter| !matches!(parameter, syn::GenericParam::Lifetime(_)))
         .collect();
-    let generics = types::generics(&printed_generics, &mut errors);
     let mut depends = Depends::of_impl();
+    let generics = types::generics(&printed_generics, &mut errors, &mut depends);
     let reader = &mut Reader { errors: &mut errors, depends: &mut depends, generics: &generics };
     let fields = fields(&structure, true, reader);
     let derived = derives(&structure.attrs, &mut errors);
@@ -346,7 +346,7 @@ fn device_struct(structure: syn::ItemStruct, item: TokenStream, mut errors: Erro
     let demands = depends.demands();
     quote! {
         #structure_with_derives
-        #(#demands)*
+        #demands
         impl #implementation ::flashtile_kernel::Value for #name #ty {}
         impl #implementation ::flashtile_kernel::source::Described for #name #ty {
             const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
@@ -399,7 +399,7 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
     quote! {
         #[repr(C)]
         #structure
-        #(#demands)*
+        #demands
         #layout
         impl ::flashtile_kernel::source::Described for #name {
             const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
@@ -452,12 +452,12 @@ fn layout(structure: &syn::ItemStruct) -> TokenStream {
             ::core::assert!(::core::mem::size_of::<#name>() == <#name as #plain>::BYTES, #end);
         };
         impl #plain for #name {
-            const BYTES: usize = #(<#member_types as #plain>::BYTES)+*;
+            const BYTES: ::core::primitive::usize = #(<#member_types as #plain>::BYTES)+*;
             const FIELDS: &'static [::flashtile_kernel::ParamsField] = &[#(#fields),*];
-            fn write(&self, ft_bytes: &mut ::std::vec::Vec<u8>) {
+            fn write(&self, ft_bytes: &mut ::std::vec::Vec<::core::primitive::u8>) {
                 #(#plain::write(&self.#members, ft_bytes);)*
             }
-            fn read(ft_bytes: &mut &[u8]) -> Self {
+            fn read(ft_bytes: &mut &[::core::primitive::u8]) -> Self {
                 Self { #(#members: #plain::read(ft_bytes)),* }
             }
         }

@@ -163,7 +163,7 @@ impl Expansion<'_> {
                 #data
                 #instances
                 #call
-                #(#demands)*
+                #demands
             }
         }
     }

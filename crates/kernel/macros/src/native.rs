@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
 use syn::spanned::Spanned;
+use syn::visit_mut::VisitMut;
 
 use crate::intrinsics::{self, Receiver, Takes};
 use crate::ir::Binary;
@@ -19,14 +20,31 @@ use crate::syntax::{compound, is_lint, module_of, shared_call, strip};
 /// The body of a function, with braces.
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
     let native = Native { annotations: &lowered.annotations };
-    let statements = native.statements(block, has_result);
-    // In C++ a literal that wraps has another value.
+    let statements = native.statements(&with_own_asserts(block), has_result);
+    // In C++ a literal that wraps has another value. With the language's traits, methods of another trait with the same names are
+    // ambiguous.
     quote_spanned! {block.brace_token.span.join()=> {
         #![forbid(overflowing_literals)]
         #[allow(unused_imports)]
-        use ::flashtile_kernel::ops::{Elements as _, Place as _};
+        use ::flashtile_kernel::{intrinsics::Float as _, ops::{Elements as _, Place as _}, scalar::Element as _};
         #statements
     }}
+}
+
+/// The block with the assertions of `const` blocks as the standard library has them, which is how they are printed.
+pub(crate) fn with_own_asserts(block: &syn::Block) -> syn::Block {
+    struct Asserts;
+    impl VisitMut for Asserts {
+        fn visit_macro_mut(&mut self, mac: &mut syn::Macro) {
+            if mac.path.is_ident("assert") {
+                let span = mac.path.span();
+                mac.path = syn::parse_quote_spanned!(span=> ::core::assert);
+            }
+        }
+    }
+    let mut block = block.clone();
+    Asserts.visit_block_mut(&mut block);
+    block
 }
 
 struct Native<'a> {

@@ -49,7 +49,7 @@ pub(crate) fn read(
             errors.refuse_at(span, reason);
         }
     }
-    let generics = types::generics(&signature.generics, errors);
+    let generics = types::generics(&signature.generics, errors, depends);
     let mut reader = Reader { errors, depends, generics: &generics };
     let mut arguments = Vec::new();
     for input in &mut signature.inputs {

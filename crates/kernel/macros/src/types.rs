@@ -4,6 +4,7 @@
 
 use crate::depends::Depends;
 use crate::errors::Errors;
+use crate::intrinsics;
 use crate::ir::{Bound, Generic, Parameter, Scalar, Type};
 use crate::names;
 use crate::syntax::without_lifetimes;
@@ -58,6 +59,7 @@ impl Reader<'_> {
         let plain = last.arguments.is_none();
         if path.segments.len() == 1 && plain {
             if let Some(scalar) = Scalar::of(&name) {
+                self.depends.own_scalar(path, scalar);
                 return Some(Type::Scalar(scalar));
             }
             match self.generics.iter().find(|parameter| parameter.name() == name) {
@@ -83,8 +85,9 @@ impl Reader<'_> {
             }
         }
         // A scalar by its path, as in `half::f16`.
-        if path.segments.len() > 1 && plain && Scalar::of(&name).is_some() {
-            return Scalar::of(&name).map(Type::Scalar);
+        if let Some(scalar) = Scalar::of(&name).filter(|_| path.segments.len() > 1 && plain) {
+            self.depends.own_scalar(path, scalar);
+            return Some(Type::Scalar(scalar));
         }
         let handle: Option<fn(Box<Type>) -> Type> = match name.as_str() {
             "Buffer" => Some(Type::Buffer),
@@ -94,6 +97,7 @@ impl Reader<'_> {
         };
         let arguments = self.arguments(&without_lifetimes(&last.arguments))?;
         if let Some(handle) = handle {
+            self.depends.own_generic(path);
             return match arguments.into_iter().next() {
                 Some(Generic::Type(element @ (Type::Scalar(_) | Type::Parameter(_)))) => {
                     Some(handle(Box::new(element)))
@@ -172,7 +176,11 @@ impl Reader<'_> {
 }
 
 /// The generic parameters of an item.
-pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Parameter> {
+pub(crate) fn generics(
+    generics: &syn::Generics,
+    errors: &mut Errors,
+    depends: &mut Depends,
+) -> Vec<Parameter> {
     let mut all = Vec::new();
     if let Some(clause) = &generics.where_clause {
         errors.refuse(clause, "bounds stand in the list of parameters: write `<T: Element>`");
@@ -189,7 +197,7 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
         let spelled = name.to_string();
         if let Some(reason) = names::refused(&spelled) {
             errors.refuse(name, reason);
-        } else if names::global(&spelled) != spelled || Scalar::of(&spelled).is_some() {
+        } else if names::global(&spelled) != spelled || is_own(&spelled) {
             errors.refuse(name, "the name is a word of C++ or of the kernel language: choose another");
         }
         match parameter {
@@ -197,7 +205,7 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
                 if let Some(default) = &ty.default {
                     errors.refuse(default, "defaults of parameters are not part of the kernel language");
                 }
-                let bounds: Vec<_> = ty.bounds.iter().map(bound).collect();
+                let bounds: Vec<_> = ty.bounds.iter().map(|written| bound(written, depends)).collect();
                 match bounds[..] {
                     [Some(bound)] => all.push(Parameter::Type { name: spelled, bound }),
                     _ => errors.refuse(
@@ -210,9 +218,11 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
             }
             syn::GenericParam::Const(number) => {
                 let scalar = match &number.ty {
-                    syn::Type::Path(path) => {
-                        path.path.get_ident().and_then(|name| Scalar::of(&name.to_string()))
-                    }
+                    syn::Type::Path(path) => path.path.get_ident().and_then(|name| {
+                        let scalar = Scalar::of(&name.to_string())?;
+                        depends.own_scalar(&path.path, scalar);
+                        Some(scalar)
+                    }),
                     _ => None,
                 };
                 match scalar {
@@ -231,12 +241,21 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
     all
 }
 
-fn bound(bound: &syn::TypeParamBound) -> Option<Bound> {
+/// Whether the printers give a name a meaning: of a type or of a function.
+fn is_own(name: &str) -> bool {
+    Scalar::of(name).is_some()
+        || matches!(name, "Buffer" | "Shared" | "Fragment" | "shared")
+        || intrinsics::function(name).is_some()
+}
+
+fn bound(bound: &syn::TypeParamBound, depends: &mut Depends) -> Option<Bound> {
     let syn::TypeParamBound::Trait(bound) = bound else { return None };
-    match bound.path.segments.last()?.ident.to_string().as_str() {
-        "Scalar" => Some(Bound::Scalar),
-        "Number" => Some(Bound::Number),
-        "Element" => Some(Bound::Element),
-        _ => None,
-    }
+    let found = match bound.path.segments.last()?.ident.to_string().as_str() {
+        "Scalar" => Bound::Scalar,
+        "Number" => Bound::Number,
+        "Element" => Bound::Element,
+        _ => return None,
+    };
+    depends.own_bound(&bound.path, found);
+    Some(found)
 }

@@ -79,6 +79,11 @@ fn rustc_refuses_literals_that_wrap_where_the_lint_is_allowed() {
     refuses("lints.rs");
 }
 
+#[test]
+fn rustc_refuses_names_that_are_not_the_languages_own() {
+    refuses("names.rs");
+}
+
 fn refuses(name: &str) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui").join(name);
     let (golden, found) = (source.with_extension("txt"), errors(&source));

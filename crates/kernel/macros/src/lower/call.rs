@@ -4,7 +4,7 @@ use syn::spanned::Spanned;
 
 use super::Lower;
 use super::effects::Stands;
-use super::path::{looks_like_type, of_std};
+use super::path::{looks_like_type, of_std, without_last};
 use crate::intrinsics::{self, Convergent};
 use crate::ir::{Call, Callee, Expr, Generic, Kind, Passed, Scalar, Type};
 use crate::names;
@@ -41,6 +41,7 @@ impl Lower<'_> {
                         self.errors
                             .refuse(&last.arguments, "the arguments have the types: leave them out here");
                     }
+                    self.depends.own_name(&last.ident);
                     return self.intrinsic(call, function, expected, stands);
                 }
                 if name == self.name {
@@ -52,6 +53,7 @@ impl Lower<'_> {
                     return self.associated(call, ty, &name);
                 }
                 if owner.ident == "Fragment" {
+                    self.depends.own_generic(&without_last(path));
                     return self.fragment(call, owner, &name);
                 }
                 if looks_like_type(&owner.ident.to_string()) {

@@ -137,9 +137,11 @@ impl Lower<'_> {
     fn cast(&mut self, cast: &syn::ExprCast, stands: Stands) -> Expr {
         let value = self.expr(&cast.expr, None, stands);
         let scalar = match &*cast.ty {
-            syn::Type::Path(path) if path.qself.is_none() => {
-                path.path.get_ident().and_then(|name| Scalar::of(&name.to_string()))
-            }
+            syn::Type::Path(path) if path.qself.is_none() => path.path.get_ident().and_then(|name| {
+                let scalar = Scalar::of(&name.to_string())?;
+                self.depends.own_scalar(&path.path, scalar);
+                Some(scalar)
+            }),
             _ => None,
         };
         match scalar {

@@ -37,6 +37,11 @@ impl Lower<'_> {
         }
         let Some((name, mutable)) = self.pattern(pattern) else { return };
         if let Some(call) = shared_call(&init.expr) {
+            if let syn::Expr::Path(function) = &*call.func
+                && let Some(name) = function.path.get_ident()
+            {
+                self.depends.own_name(name);
+            }
             return self.shared_array(name, written, call, out);
         }
         let ty = match written.map(|ty| self.reader().read(ty)) {

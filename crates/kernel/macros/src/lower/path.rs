@@ -83,6 +83,7 @@ impl Lower<'_> {
             return None;
         }
         if let Some(scalar) = Scalar::of(&owner) {
+            self.depends.own_owner(&without_last(path), scalar);
             return Some(Type::Scalar(scalar));
         }
         self.generics.iter().find_map(|parameter| match parameter {
@@ -90,6 +91,14 @@ impl Lower<'_> {
             _ => None,
         })
     }
+}
+
+/// The path of the type or the module that a path leads through last.
+pub(super) fn without_last(path: &syn::Path) -> syn::Path {
+    let mut path = path.clone();
+    path.segments.pop();
+    path.segments.pop_punct();
+    path
 }
 
 /// Whether a path begins in the standard library.
