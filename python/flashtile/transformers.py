@@ -4,11 +4,14 @@
     flashtile.transformers.register()
     model = AutoModel.from_pretrained(name, attn_implementation="flashtile")
 
-Prefill and decoding, grouped queries, windows, softcap, sinks, padding and position biases are computed as the model asks. Masks are those
-of `sdpa`. For inference: dropout and gradients are refused, and `output_attentions` is, as probabilities are never stored.
+Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks. Masks
+are those of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. For inference: dropout and
+gradients are refused. Probabilities are never stored: `output_attentions` warns and gives None, as `sdpa` does.
 """
 
 import functools
+import inspect
+import re
 import sys
 
 import torch
@@ -23,20 +26,24 @@ def register():
     """Makes `attn_implementation="flashtile"` known to transformers. A second call changes nothing.
 
     transformers 5 takes every name with `flash` in it for the package flash-attn, and would load that, or choose other masks. `register`
-    therefore replaces its function `is_flash_attention_requested` by one that answers no for this name, and the same for all others.
+    therefore replaces its function `is_flash_attention_requested` by one that answers no for this name, and the same for all others. It
+    accepts every registered name for every model: `register` replaces two methods of `PreTrainedModel` by ones that raise a `ValueError` where
+    flashtile is asked for and the model cannot have it, and do the same as before otherwise.
 
     Raises:
         ImportError: where transformers is not installed, or has no registries of attention and masks.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
     from transformers.utils import generic
 
     original = getattr(generic, "is_flash_attention_requested", None)
     if original is not None and not hasattr(original, "_of_flashtile"):
         _replace(original)
+    if not hasattr(PreTrainedModel.set_attn_implementation, "_of_flashtile"):
+        _check(PreTrainedModel)
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _masks(sdpa_mask))
 
 
 def _replace(original):
@@ -55,6 +62,102 @@ def _replace(original):
             setattr(module, original.__name__, is_flash_attention_requested)
 
 
+# Models that can have another attention, and models that cannot.
+
+
+def _check(base):
+    """Makes models refuse flashtile, when they are built and when their attention is changed."""
+    correct, change = base.get_correct_attn_implementation, base.set_attn_implementation
+
+    @functools.wraps(correct)
+    def get_correct_attn_implementation(self, requested_attention, *args, **options):
+        if requested_attention == NAME:
+            _refuse(type(self))
+        return correct(self, requested_attention, *args, **options)
+
+    @functools.wraps(change)
+    def set_attn_implementation(self, attn_implementation, *args, **options):
+        # transformers itself passes over models that cannot change.
+        asked = dict(_requests(self.config, attn_implementation))
+        for model in self.modules():
+            if isinstance(model, base) and asked.get(id(model.config), asked[id(self.config)]) == NAME:
+                _refuse(type(model))
+        return change(self, attn_implementation, *args, **options)
+
+    set_attn_implementation._of_flashtile = True
+    base.get_correct_attn_implementation = get_correct_attn_implementation
+    base.set_attn_implementation = set_attn_implementation
+
+
+def _requests(config, asked):
+    """The attention that `asked`, a name or a dict by sub-configuration, means for a configuration and all inside it, by `id`."""
+    by_part = isinstance(asked, dict)
+    yield id(config), asked.get("") if by_part else asked
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield from _requests(inner, asked.get(name) if by_part else asked)
+
+
+def _refuse(kind):
+    """Raises where a class of models cannot have flashtile's attention."""
+    why = _own_attention(kind.__module__)
+    if why is None and not kind._can_set_attn_implementation():
+        why = "its code computes attention by itself"
+    claims = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
+    if why is None and not any(getattr(kind, claim, False) for claim in claims) and _attends(kind.__module__):
+        why = "transformers claims that it is right with no attention but 'eager'"
+    if why is not None:
+        raise ValueError(
+            f"{kind.__name__} does not support attn_implementation='{NAME}': {why}. Use 'eager'; where it is a part of a model, name "
+            f"the other parts: attn_implementation={{'text_config': '{NAME}'}}"
+        )
+
+
+def _source(module):
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+@functools.lru_cache(None)
+def _own_attention(module):
+    """Why no model of a module can have flashtile's attention, or None."""
+    for name, table in vars(sys.modules[module]).items():
+        if isinstance(table, dict) and "eager" in table and NAME not in table:
+            return f"{name} has classes for {', '.join(map(repr, table))} alone"
+    return None
+
+
+@functools.lru_cache(None)
+def _attends(module):
+    return re.search(r"softmax|ALL_ATTENTION_FUNCTIONS|scaled_dot_product", _source(module)) is not None
+
+
+# What models call.
+
+# Arguments of models that change nothing in attention once masks are made. A window is in the mask; the lengths of packed sequences are in
+# `cu_seq_lens_q` and `cu_seq_lens_k`.
+HARMLESS = frozenset(
+    """cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits
+    position_embeddings position_ids return_dict seq_idx sliding_window token_type_ids use_cache""".split()
+)
+
+
+def _masks(sdpa_mask):
+    """Masks as `sdpa` has them: True is visible, and there is none where a layer is causal or sees all keys."""
+
+    @functools.wraps(sdpa_mask)
+    def mask(*args, config=None, allow_is_causal_skip=True, **options):
+        # Layers that share the keys of earlier ones compute the last queries alone, and only a mask has the positions of these.
+        if config is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
+            allow_is_causal_skip = False
+        return sdpa_mask(*args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
+
+    return mask
+
+
 def attention_forward(
     module,
     query,
@@ -69,45 +172,99 @@ def attention_forward(
     position_bias=None,
     cache=None,
     output_attentions=False,
-    **_,
+    sinks=None,
+    indices=None,
+    block_indices=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    **others,
 ):
     """What transformers calls in each layer: query `(batch, q_heads, q_len, dim)`, key and value `(batch, kv_heads, kv_len, dim)` give
     `(batch, q_len, q_heads, value_dim)`, and no probabilities. Windows are in the mask; without one, a layer that is causal hides the keys
     after each query.
     """
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, and flashtile does not know how that changes the result: use "
+            "attn_implementation='eager'"
+        )
     if dropout > 0.0:
         raise ValueError(f"dropout is {dropout}, flashtile has none: call model.eval()")
-    if output_attentions:
-        raise ValueError("output_attentions is set, and flashtile stores no probabilities: use attn_implementation='eager'")
     if cache is not None:
         raise ValueError("continuous batching has a cache of its own, which flashtile does not read: use attn_implementation='sdpa'")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value, position_bias, s_aux, sinks)):
         raise ValueError("flashtile computes no gradients: call the model under torch.no_grad()")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    q_len = query.shape[2]
-    is_causal = q_len > 1 and attention_mask is None and is_causal
-    mask = attention_mask if position_bias is None else _with_bias(position_bias, attention_mask)
-    q, k, v = (_rows(x.transpose(1, 2)) for x in (query, key, value))
+    if output_attentions:
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning_once("flashtile stores no probabilities: output_attentions gives None, use attn_implementation='eager'")
+    query, key, value = _as_sdpa(query, key, value)
+    is_causal = _is_causal(module, is_causal, query.shape[2], attention_mask)
+    mask = attention_mask
+    if indices is not None:
+        mask = _only(mask, indices, key.shape[2])
+    if block_indices is not None:
+        mask = _only_blocks(module, mask, block_indices, (query, key), others.get("position_ids"))
+    if position_bias is not None:
+        mask = _with_bias(position_bias, mask)
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "causal": is_causal}
+    if cu_seq_lens_q is not None and mask is None:
+        return _packed(query, key, value, options | {"cu_seqlens": (cu_seq_lens_q, cu_seq_lens_k)}), None
     out = attention(
-        q,
-        k,
-        v,
-        causal=is_causal,
+        *(_rows(x.transpose(1, 2)) for x in (query, key, value)),
+        mask=None if mask is None else _rows(mask),
         # Queries of a prompt begin at key 0, also where a static cache has room for more keys.
         q_offset="top_left" if is_causal else None,
-        scale=scaling,
-        softcap=softcap,
-        mask=None if mask is None else _rows(mask),
-        sinks=s_aux,
         layout="bshd",
+        return_lse=sinks is not None,
+        **options,
     )
-    return out, None
+    return (out if sinks is None else _with_sinks(*out, sinks)), None
+
+
+def _is_causal(module, asked, q_len, mask):
+    """Whether queries see the keys up to their own alone. A mask has that already."""
+    if q_len == 1 or mask is not None:
+        return False
+    if asked is None:
+        asked = getattr(module, "is_causal", None)
+    if asked is None:
+        raise ValueError(f"{type(module).__name__} does not say whether it is causal, and gives no mask: use attn_implementation='eager'")
+    return bool(asked)
+
+
+def _as_sdpa(query, key, value):
+    """Arguments as PyTorch's `scaled_dot_product_attention` takes them: of one dtype under autocast, and one batch for all where it is 1."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    batch = max(query.shape[0], key.shape[0])
+    return (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 < batch else x for x in (query, key, value))
 
 
 def _rows(x):
     """A tensor with its rows in one piece: itself, unless a model has permuted it."""
     return x if x.stride(-1) in (0, 1) else x.contiguous()
+
+
+def _only(mask, indices, kv_len):
+    """A mask, and of its keys for each query those of `indices` `(batch, q_len, chosen)`."""
+    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, float("-inf"))
+
+
+def _only_blocks(module, mask, blocks, query_key, position_ids):
+    """A mask, and of its keys the blocks that the module's indexer has chosen for each query, which it makes a mask of."""
+    query, key = query_key
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if position_ids is None:
+        position_ids = torch.arange(kv_len - q_len, kv_len, device=query.device)
+    position_ids = (position_ids if position_ids.ndim > 1 else position_ids[None]).expand(query.shape[0], -1)
+    return module.indexer.build_block_mask(blocks, mask, kv_len, query.dtype, query.device, position_ids)
 
 
 def _with_bias(bias, mask):
@@ -117,3 +274,17 @@ def _with_bias(bias, mask):
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, float("-inf"))
     return bias + mask
+
+
+def _packed(query, key, value, options):
+    """Sequences that lie one after another in a batch of 1, which `options` tell apart."""
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q is given for a batch of {query.shape[0]}, expected 1")
+    q, k, v = (_rows(x[0].transpose(0, 1)) for x in (query, key, value))
+    return attention(q, k, v, q_offset="top_left" if options["causal"] else None, **options)[None]
+
+
+def _with_sinks(out, lse, sinks):
+    """Attention with a sink for each query, `(batch, q_heads, q_len, 1)`, from one without: a sink joins the denominator alone."""
+    kept = torch.sigmoid(lse - sinks[..., 0].float())
+    return out * kept.transpose(1, 2)[..., None].to(out.dtype)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 NAME: str
+HARMLESS: frozenset[str]
 
 def register() -> None: ...
 def attention_forward(
@@ -21,5 +22,10 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
     output_attentions: bool = False,
-    **_: Any,
+    sinks: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]: ...
