@@ -101,38 +101,51 @@ def _requests(config, asked):
 
 def _refuse(kind):
     """Raises where a class of models cannot have flashtile's attention."""
-    why = _own_attention(kind.__module__)
-    if why is None and not kind._can_set_attn_implementation():
-        why = "its code computes attention by itself"
+    why = _own_attention(kind)
     claims = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     if why is None and not any(getattr(kind, claim, False) for claim in claims) and _attends(kind.__module__):
-        why = "transformers claims that it is right with no attention but 'eager'"
+        why = "transformers claims for no attention but 'eager' that the model is right with it"
     if why is not None:
         raise ValueError(
-            f"{kind.__name__} does not support attn_implementation='{NAME}': {why}. Use 'eager'; where it is a part of a model, name "
-            f"the other parts: attn_implementation={{'text_config': '{NAME}'}}"
+            f"{kind.__name__} does not support attn_implementation='{NAME}': {why}. Use 'eager'. Where it is a part of a model, name the "
+            f"parts that shall have flashtile, such as attn_implementation={{'text_config': '{NAME}'}}"
         )
 
 
-def _source(module):
-    try:
-        return inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return ""
-
-
-@functools.lru_cache(None)
-def _own_attention(module):
-    """Why no model of a module can have flashtile's attention, or None."""
-    for name, table in vars(sys.modules[module]).items():
+def _own_attention(kind):
+    """Why a model computes attention by its own code, or None: it does not ask the registry, or chooses classes by the name of the attention."""
+    for name, table in vars(sys.modules[kind.__module__]).items() if kind.__module__ in sys.modules else ():
         if isinstance(table, dict) and "eager" in table and NAME not in table:
             return f"{name} has classes for {', '.join(map(repr, table))} alone"
-    return None
+    return None if kind._can_set_attn_implementation() else "its code computes attention by itself"
 
 
 @functools.lru_cache(None)
 def _attends(module):
-    return re.search(r"softmax|ALL_ATTENTION_FUNCTIONS|scaled_dot_product", _source(module)) is not None
+    """Whether the code of a module has attention at all: convolutions and recurrences can be parts of any model."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return True
+    return re.search(r"softmax|ALL_ATTENTION_FUNCTIONS|scaled_dot_product|MultiheadAttention", source) is not None
+
+
+# Classes of configurations whose models ask the registry.
+_asking = set()
+
+
+def _refuse_by_hand(config):
+    """Raises where flashtile was written into the configuration of a model that cannot have it, after the model was built."""
+    kind = type(config)
+    if kind in _asking:
+        return
+    name = kind.__module__.replace(".configuration_", ".modeling_")
+    found = (x for x in vars(sys.modules[name]).values() if getattr(x, "__module__", "") == name) if name in sys.modules else ()
+    for model in (x for x in found if hasattr(x, "_can_set_attn_implementation")):
+        if _own_attention(model) is not None:
+            _refuse(model)
+        _asking.add(kind)
+        return
 
 
 # What models call.
@@ -150,6 +163,8 @@ def _masks(sdpa_mask):
 
     @functools.wraps(sdpa_mask)
     def mask(*args, config=None, allow_is_causal_skip=True, **options):
+        if config is not None and not torch.compiler.is_compiling():
+            _refuse_by_hand(config)
         # Layers that share the keys of earlier ones compute the last queries alone, and only a mask has the positions of these.
         if config is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
             allow_is_causal_skip = False
