@@ -508,9 +508,10 @@ def candle_msrv():
     return f"Rust {oldest}"
 
 
-# Packages that build and test the wheel. PyTorch and transformers take gigabytes: only `.ci/full` installs them.
+# Packages that build and test the wheel, and libraries of models that use it: the newest and one minor version before, on one PyTorch.
 WHEEL = ["maturin==1.16.0", "ml_dtypes==0.6.0", "numpy==2.4.6", "pytest==9.2.0"]
 MODELS_OF = ["torch==2.15.0", "transformers==5.23.0"]
+MODELS_BEFORE = "transformers==5.22.2"
 
 
 def pip_of(python):
@@ -531,16 +532,22 @@ def virtual(name, packages):
     return python
 
 
-def wheel(python, profile):
-    """Builds the wheel, and installs it in the virtual environment of this interpreter."""
+@functools.cache
+def built(profile):
+    """The wheel, which is built once."""
     options = ["--quiet", "--locked", "--profile", profile, "--manifest-path", "python/Cargo.toml"]
     wheels = TARGET / "ci" / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
-    run(python, "-m", "maturin", "build", *options, "--out", wheels, env=OPERATORS)
-    built = sorted(wheels.glob("*.whl"))
-    if len(built) != 1 or "-abi3-" not in built[0].name:
-        raise Failed(f"maturin built {[wheel.name for wheel in built]}, expected one wheel of the stable ABI")
-    run(*pip_of(python), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", built[0])
+    run(virtual("python", WHEEL), "-m", "maturin", "build", *options, "--out", wheels, env=OPERATORS)
+    found = sorted(wheels.glob("*.whl"))
+    if len(found) != 1 or "-abi3-" not in found[0].name:
+        raise Failed(f"maturin built {[wheel.name for wheel in found]}, expected one wheel of the stable ABI")
+    return found[0]
+
+
+def wheel(python, profile):
+    """Installs the wheel in the virtual environment of this interpreter."""
+    run(*pip_of(python), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", built(profile))
 
 
 def pytest(python, *tests, env=None):
@@ -548,6 +555,13 @@ def pytest(python, *tests, env=None):
     with Scratch() as folder:
         files = [ROOT / "python" / "tests" / test for test in tests or [""]]
         run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, env={"PYTHONDONTWRITEBYTECODE": "1"} | (env or {}), cwd=folder)
+
+
+def sweep(python, *options, env=None):
+    """Compares classes of models of transformers, by the wheel that is installed, with `eager`: versions and counts in one line."""
+    script = ROOT / "python" / "tests" / "sweep_transformers.py"
+    lines = logged("sweep", python, "-B", script, *options, env=env, shown=lambda line: not line.startswith("DONE"))
+    return "; ".join(line.strip() for line in lines if not line.startswith("DONE"))
 
 
 @step("python", "Python: clippy, the wheel, its tests over numpy and DLPack, and licences")
@@ -558,6 +572,13 @@ def python():
     # Clippy and this profile share build scripts and procedural macros.
     wheel(interpreter, "dev")
     pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py", "test_docs.py")
+
+
+@step("models", "Python: families of models of Hugging Face transformers, by the same wheel")
+def models():
+    interpreter = virtual("transformers", WHEEL + MODELS_OF)
+    wheel(interpreter, "dev")
+    return sweep(interpreter, "--part")
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
@@ -641,13 +662,17 @@ def minilm():
     run("cargo", "run", "--release", "--locked", "-q", *manifest, "--", model, "LICENSE-APACHE", env=OPERATORS)
 
 
-@step("transformers", "Python: tensors of PyTorch, its operator, and models of Hugging Face transformers", full=True)
+@step("transformers", "Python: tensors of PyTorch, its operator, and every model class of Hugging Face transformers", full=True)
 def transformers():
     interpreter = virtual("transformers", WHEEL + MODELS_OF)
     wheel(interpreter, "release")
     model = TARGET / "ci" / "minilm"
     run(sys.executable, "-B", "examples/candle-minilm/fetch.py", model)
     pytest(interpreter, env={"FLASHTILE_MINILM": model})
+    notes = []
+    for version, env in ((MODELS_OF[1], {}), (MODELS_BEFORE, {"PYTHONPATH": pip(MODELS_BEFORE)})):
+        notes.append(sweep(interpreter, "--out", TARGET / "ci" / f"{version}.json", env=env))
+    return "; ".join(notes)
 
 
 @step("memcheck", "valgrind, on a part of the catalogue", full=True)

@@ -102,7 +102,7 @@ def _requests(config, asked):
 def _refuse(kind):
     """Raises where a class of models cannot have flashtile's attention."""
     why = _own_attention(kind)
-    claims = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
+    claims = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
     if why is None and not any(getattr(kind, claim, False) for claim in claims) and _attends(kind.__module__):
         why = "transformers claims for no attention but 'eager' that the model is right with it"
     if why is not None:
