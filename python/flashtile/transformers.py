@@ -4,8 +4,8 @@
     flashtile.transformers.register()
     model = AutoModel.from_pretrained(name, attn_implementation="flashtile")
 
-Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks. Masks
-are those of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. For inference: dropout and
+Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks, with
+the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. For inference: dropout and
 gradients are refused. Probabilities are never stored: `output_attentions` warns and gives None, as `sdpa` does.
 """
 
@@ -64,6 +64,10 @@ def _replace(original):
 
 # Models that can have another attention, and models that cannot.
 
+# Classes of configurations of models that transformers does not claim to be right with `sdpa`: whether their layers are causal, by their own
+# words, is unproved there, and a mask says it.
+_always_masked = set()
+
 
 def _check(base):
     """Makes models refuse flashtile, when they are built and when their attention is changed."""
@@ -73,6 +77,8 @@ def _check(base):
     def get_correct_attn_implementation(self, requested_attention, *args, **options):
         if requested_attention == NAME:
             _refuse(type(self))
+            if not self._supports_sdpa:
+                _always_masked.add(type(self.config))
         return correct(self, requested_attention, *args, **options)
 
     @functools.wraps(change)
@@ -166,7 +172,7 @@ def _masks(sdpa_mask):
         if config is not None and not torch.compiler.is_compiling():
             _refuse_by_hand(config)
         # Layers that share the keys of earlier ones compute the last queries alone, and only a mask has the positions of these.
-        if config is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        if config is not None and (type(config) in _always_masked or getattr(config.get_text_config(), "num_kv_shared_layers", None)):
             allow_is_causal_skip = False
         return sdpa_mask(*args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
 
@@ -265,7 +271,7 @@ def _rows(x):
 
 
 def _only(mask, indices, kv_len):
-    """A mask, and of its keys for each query those of `indices` `(batch, q_len, chosen)`."""
+    """A mask that leaves each query the keys in `indices` `(batch, q_len, chosen)` alone."""
     chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
     if mask is None:
         return chosen
@@ -273,7 +279,7 @@ def _only(mask, indices, kv_len):
 
 
 def _only_blocks(module, mask, blocks, query_key, position_ids):
-    """A mask, and of its keys the blocks that the module's indexer has chosen for each query, which it makes a mask of."""
+    """A mask that leaves each query the blocks of keys that the module's indexer has chosen, by the indexer's own function."""
     query, key = query_key
     q_len, kv_len = query.shape[2], key.shape[2]
     if position_ids is None:

@@ -59,8 +59,13 @@ def shrunk(config):
                 sizes[name] = new
     if isinstance(old.get("rope_parameters"), dict) and "mrope_section" in code_of(type(config)):
         sizes["rope_parameters"] = with_sections(sizes.get("rope_parameters", old["rope_parameters"]))
+    sizes |= KINDS.get(type(config).__name__, {})
     fields = accepted(type(config))
     return type(config)(**{k: v for k, v in sizes.items() if fields is None or k in fields})
+
+
+# Kinds of layers that no layer has by default.
+KINDS = {"MiniMaxM3VLTextConfig": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2}}
 
 
 def accepted(kind):
@@ -323,6 +328,12 @@ def difference(got, want, seen=None):
     return worst
 
 
+def typical(got, want, _):
+    """The median difference of two results: rounding to 8 bits flips choices of experts, for some of the tokens."""
+    pairs = [(a.double(), b.double()) for a, b in zip(outputs(got), outputs(want)) if a.shape == b.shape and b.isfinite().all()]
+    return max((float((a - b).abs().median() / b.abs().mean().clamp_min(1e-6)) for a, b in pairs), default=0.0)
+
+
 def padding(side):
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     start, end = PADDED[side]
@@ -407,7 +418,7 @@ def outcome(kind, calls):
     models = {"eager": eager, "flashtile": ours}
     done, wrong = [], []
     for name, call in calls_of(kind, eager, inputs, names):
-        verdict = compared(kind, config, models, call, 0.2 if name == AUTOCAST else TOLERANCE)
+        verdict = compared(kind, config, models, call, 0.1 if name == AUTOCAST else TOLERANCE)
         (wrong if verdict not in ("right", "as sdpa", "no eager") else done).append(f"{name}: {verdict}")
     if wrong:
         return WRONG, "; ".join(wrong)
@@ -467,6 +478,7 @@ def autocast(model, inputs):
 
 def compared(kind, config, models, call, tolerance=TOLERANCE):
     """The verdict of one call."""
+    far = typical if tolerance != TOLERANCE else difference
     try:
         want, seen = call(models["eager"])
     except Exception:
@@ -476,7 +488,7 @@ def compared(kind, config, models, call, tolerance=TOLERANCE):
     except Exception as error:
         verdict = reason(error)
     else:
-        worst = difference(got, want, seen)
+        worst = far(got, want, seen)
         if worst <= tolerance:
             return "right"
         verdict = f"{worst:.1e} from eager"
@@ -487,12 +499,9 @@ def compared(kind, config, models, call, tolerance=TOLERANCE):
         theirs, _ = call(models["sdpa"])
     except Exception as error:
         return f"{verdict} (sdpa: {reason(error)[:60]})"
-    theirs_from = difference(theirs, want, seen)
-    # Rounding to 8 bits flips choices of experts and of keys.
-    flips = tolerance != TOLERANCE and theirs_from > tolerance
-    if "from eager" in verdict and (flips or difference(got, theirs, seen) <= tolerance):
+    if "from eager" in verdict and far(got, theirs, seen) <= tolerance:
         return "as sdpa"
-    return f"{verdict} (sdpa: {theirs_from:.1e})"
+    return f"{verdict} (sdpa: {far(theirs, want, seen):.1e})"
 
 
 # The sweep.

@@ -195,6 +195,17 @@ def test_encoders(monkeypatch, name):
 
 
 @torch.no_grad()
+def test_a_decoder_whose_layers_call_themselves_not_causal():
+    """PEGASUS-X: masks of transformers hide later tokens, also where there is no padding."""
+    config, ids, results = transformers.PegasusXConfig(**TOKENS, **BOTH, d_model=64, block_size=8, num_global_tokens=4), prompt(), {}
+    for attn in ("flashtile", "eager"):
+        torch.manual_seed(7)
+        model = transformers.PegasusXModel._from_config(copy.deepcopy(config), attn_implementation=attn).eval()
+        results[attn] = model(ids, decoder_input_ids=ids[:, :9]).last_hidden_state
+    torch.testing.assert_close(results["flashtile"], results["eager"], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_loaded_model_changes_its_attention(monkeypatch):
     model, ids = decoder("llama", "eager"), prompt()
     model.set_attn_implementation("flashtile")
@@ -304,6 +315,8 @@ def test_a_model_with_one_part_that_cannot():
     ids, mask = prompt(), torch.ones(3, 21, dtype=torch.long)
     mask[1, 9:] = 0
     want = model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids[:, :5]).logits
+    named = whole._from_config(copy.deepcopy(config), attn_implementation={"encoder": "flashtile", "decoder": "eager"})
+    assert named.encoder.config._attn_implementation == "flashtile" and named.decoder.config._attn_implementation == "eager"
     for asked in ("flashtile", {"encoder": "flashtile", "decoder": "flashtile"}, {"decoder": "flashtile"}):
         with refused("RoFormer.*"):
             model.set_attn_implementation(asked)
@@ -358,7 +371,7 @@ def test_arguments_that_nobody_knows_are_errors():
 @pytest.mark.parametrize("mask", ["none", "bool", "additive"])
 @torch.no_grad()
 def test_chosen_keys(mask):
-    """`indices` of sparse attention: each query sees those of its keys that are chosen and visible."""
+    """`indices` of sparse attention: each query sees its keys that are both chosen and visible."""
     q, k, v = tensors()
     indices = torch.stack([torch.randperm(7)[:3].sort().values for _ in range(14)]).view(2, 7, 3)
     indices[..., 0] = 0
