@@ -59,12 +59,16 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
     let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, partials, mask };
 
+    // SAFETY: the machine has the instruction set.
+    let enter = || unsafe { (cx.kernels.configure)() };
     for level in plan.levels() {
-        // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
-        // once, tasks of a level write disjoint rows and partials, and read partials of levels before.
-        for_each(&level.tasks, workers, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
+        // SAFETY: the machine has the instruction set, and the thread's matrix unit is configured; each worker has its own scratch memory of
+        // the plan's size; a task runs once, tasks of a level write disjoint rows and partials, and read partials of levels before.
+        for_each(&level.tasks, workers, enter, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
         // SAFETY: as above, and every partial result of the level was stored by now.
-        for_each(&level.reductions, workers, |unit, worker| unsafe { reduce(&cx, unit, scratch.of(worker)) });
+        for_each(&level.reductions, workers, enter, |unit, worker| unsafe {
+            reduce(&cx, unit, scratch.of(worker));
+        });
     }
 }
 
@@ -75,19 +79,24 @@ fn storage(of: &KvView<'_>) -> Storage {
     }
 }
 
-/// Calls `f(unit, worker)` for every unit of work, each worker on one thread and in the default floating-point environment, units handed
-/// out in order.
-fn for_each<T: Sync>(units: &[T], workers: usize, f: impl Fn(&T, usize) + Sync) {
+/// Calls `f(unit, worker)` for every unit of work, each worker on one thread, which has called `enter` and is in the default floating-point
+/// environment; units are handed out in order.
+fn for_each<T: Sync, G>(
+    units: &[T],
+    workers: usize,
+    enter: impl Fn() -> G + Sync,
+    f: impl Fn(&T, usize) + Sync,
+) {
     let workers = workers.min(units.len());
     if workers <= 1 {
-        let _env = FloatEnv::ieee();
+        let _entered = (FloatEnv::ieee(), enter());
         units.iter().for_each(|unit| f(unit, 0));
         return;
     }
     let next = AtomicUsize::new(0);
     (0..workers).into_par_iter().with_max_len(1).for_each(|worker| {
         // Not around the parallel loop: a thread that waits for it may run what others have queued.
-        let _env = FloatEnv::ieee();
+        let _entered = (FloatEnv::ieee(), enter());
         while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
             f(unit, worker);
         }

@@ -39,6 +39,7 @@ impl ScaleFactors {
 }
 
 /// Whether a query can be scaled whose largest magnitude this makes.
+#[inline(always)]
 fn is_plain(scaled: f32) -> bool {
     (MIN_SCALED..=f32::MAX).contains(&scaled)
 }

@@ -125,7 +125,7 @@ impl<'a> TaskState<'a> {
 /// Computes one task.
 ///
 /// # Safety
-/// - The machine has the instruction set of the context's kernels.
+/// - The machine has the instruction set of the context's kernels, and their matrix unit is configured on this thread.
 /// - The context was checked against its plan, and `scratch` is valid for the plan's layout.
 /// - No other thread uses `scratch` or runs the same task, and the levels before its own have ended.
 pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
@@ -133,7 +133,6 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     unsafe {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
-        let _unit = (work.kernels.configure)();
         work.pack_queries();
         work.start(count, task.from);
         let tile_rows = cx.plan.tile_rows();

@@ -13,7 +13,7 @@ use crate::kernels::operands::Operands;
 use crate::kernels::pack::{HeadRows, KeyVector, zero_rows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::Scores;
-use crate::simd::{Elem, LINES, Rows, Simd, Single};
+use crate::simd::{Elem, LINES, Rows, Simd};
 use flashtile_core::dtype::Dtype;
 use std::ops::Range;
 
@@ -25,10 +25,6 @@ pub(crate) const TILE_CHAINS: usize = 4;
 
 /// Keys of a step of `p . v`.
 const KEYS: usize = 2 * TILE;
-
-/// Rows up to which vectors multiply in the order of the unit, with its bits. One row leaves most of a tile empty, and tiles make no memory
-/// requests while they are multiplied; two rows are as fast either way, and more are faster in tiles.
-const FEW_ROWS: usize = 1;
 
 /// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading dimensions in bytes.
 #[derive(Clone, Copy)]
@@ -127,22 +123,20 @@ impl<S: MatrixUnit> Products<S> for Amx {
         scores: Scores,
         memory: *mut f32,
     ) {
-        let memory = StreamMemory::new(memory, scores.q.cols());
         // SAFETY: the caller's contract.
-        unsafe {
-            match scores.rows {
-                FEW_ROWS => memory.few_scores::<S, FEW_ROWS>(keys, first, columns, scores),
-                _ => memory.scores::<S>(keys, first, columns, scores),
-            }
-        }
+        unsafe { StreamMemory::new(memory, scores.q.cols()).scores::<S>(keys, first, columns, scores) }
     }
     #[inline(always)]
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
         let whole_vectors = work.value_elements().tensor.shape()[3] == work.stride;
         // SAFETY: the caller's contract.
         unsafe {
+            // The unit takes values in pairs of keys, and interleaving them costs more than products of so few rows by vectors.
             match tile.rows.len() {
-                FEW_ROWS if whole_vectors => few_values::<S, FEW_ROWS, 4>(work, tile, columns),
+                1 if whole_vectors => few_values::<S, 1, 4>(work, tile, columns),
+                2 if whole_vectors => few_values::<S, 2, 4>(work, tile, columns),
+                3 if whole_vectors => few_values::<S, 3, 2>(work, tile, columns),
+                4 if whole_vectors => few_values::<S, 4, 2>(work, tile, columns),
                 _ => pack_few_values::<S, Self>(work, tile, columns),
             }
         }
@@ -255,7 +249,7 @@ unsafe fn few_values<S: MatrixUnit, const N: usize, const C: usize>(
                 }
             }
             let probs = work.scores.from(0, step / 2).as_mat();
-            let resume = step > columns.start || columns.start > tile.columns.start;
+            let resume = step > columns.start;
             let mut column = 0;
             while column + C * S::LANES <= work.stride {
                 few_columns::<S, N, C>(&rows, probs, column, work.block_out.from(0, column), resume);
@@ -310,42 +304,29 @@ unsafe fn few_columns<S: MatrixUnit, const N: usize, const C: usize>(
 }
 
 /// Memory of a task of few rows, in f32: transposed queries `[depth][TILE]`; scores of [`KEYS`] keys `[KEYS][TILE]`; rows of keys that cannot
-/// be used where they lie, `[KEYS][depth]`; elements of the first queries as f32, `[FEW_ROWS][depth][2]`.
+/// be used where they lie, `[KEYS][depth]`.
 #[derive(Clone, Copy)]
 struct StreamMemory {
     queries: *mut f32,
     scores: *mut f32,
     keys: *mut f32,
-    elements: *mut f32,
     depth: usize,
 }
 
 impl StreamMemory {
-    /// Takes `depth * (TILE + KEYS + 2 * FEW_ROWS) + KEYS * TILE` elements from `memory`.
+    /// Takes `depth * (TILE + KEYS) + KEYS * TILE` elements from `memory`.
     fn new(memory: *mut f32, depth: usize) -> Self {
         let queries = memory;
         let scores = queries.wrapping_add(depth * TILE);
-        let keys = scores.wrapping_add(KEYS * TILE);
-        Self { queries, scores, keys, elements: keys.wrapping_add(KEYS * depth), depth }
+        Self { queries, scores, keys: scores.wrapping_add(KEYS * TILE), depth }
     }
 
-    /// Transposes the first [`TILE`] packed queries, and converts the first [`FEW_ROWS`] of them.
+    /// Transposes the first [`TILE`] packed queries.
     ///
     /// # Safety
     /// As [`Simd`]; the memory and the queries are there.
     #[inline(always)]
     unsafe fn set_queries<S: Simd>(&self, q: Mat) {
-        for r in 0..FEW_ROWS {
-            for pair in 0..self.depth {
-                // SAFETY: the caller's contract.
-                unsafe {
-                    let bits = (*q.at(r, pair)).to_bits();
-                    let to = self.elements.add(2 * (r * self.depth + pair));
-                    *to = f32::from_bits(bits << 16);
-                    *to.add(1) = f32::from_bits(bits & 0xffff_0000);
-                }
-            }
-        }
         for d in (0..self.depth).step_by(LINES) {
             // SAFETY: the caller's contract; the depth is a multiple of the lines.
             unsafe {
@@ -359,75 +340,6 @@ impl StreamMemory {
                 }
             }
         }
-    }
-
-    /// Scores of `N` rows, at most [`FEW_ROWS`], and keys `first + columns`, as [`Products::stream_scores`]: a vector of keys is
-    /// transposed and multiplied at once, in the order of [`MatrixUnit::product`].
-    ///
-    /// # Safety
-    /// As [`Products::stream_scores`], after [`StreamMemory::set_queries`].
-    #[inline(always)]
-    unsafe fn few_scores<S: MatrixUnit, const N: usize>(
-        &self,
-        src: HeadRows<'_>,
-        first: usize,
-        columns: &Range<usize>,
-        s: Scores,
-    ) {
-        const { assert!(TILE == 2 * LINES) };
-        let row_bytes = src.row_bytes();
-        for column in (columns.start / KEYS * KEYS..columns.end.next_multiple_of(KEYS)).step_by(S::LANES) {
-            // SAFETY: the caller's contract.
-            unsafe {
-                let keys = KeyVector::new::<S>(src, first, column, columns);
-                let mut sums = [S::splat(0.0); N];
-                for step in (0..self.depth).step_by(TILE) {
-                    let mut halves = [[S::splat(0.0); 2]; N];
-                    for pair in [step, step + LINES] {
-                        let at = 4 * pair;
-                        if at + 4 * LINES <= row_bytes {
-                            let lines = keys.lines::<S, Single<f32>>(at);
-                            self.multiply_lines::<S, N>(&lines, pair, &mut halves);
-                        } else if at < row_bytes {
-                            let lines = keys.last_lines::<S, Single<f32>>(at);
-                            self.multiply_lines::<S, N>(&lines, pair, &mut halves);
-                        }
-                    }
-                    for r in 0..N {
-                        sums[r] = S::add(sums[r], S::add(halves[r][0], halves[r][1]));
-                    }
-                }
-                for r in 0..N {
-                    S::store(s.c.at(r, column), sums[r]);
-                }
-            }
-        }
-    }
-
-    /// Goes on with the chains of `N` rows over the pairs of some lines, from pair `first` of the depth on.
-    ///
-    /// # Safety
-    /// As [`StreamMemory::few_scores`].
-    #[inline(always)]
-    unsafe fn multiply_lines<S: MatrixUnit, const N: usize>(
-        &self,
-        lines: &[S::V; LINES],
-        first: usize,
-        halves: &mut [[S::V; 2]; N],
-    ) {
-        // Written out: as a loop, the lines would go through memory.
-        macro_rules! each {
-            ($($c:literal)*) => {{ $(
-                let (even, odd) = (S::shift_up_16(lines[$c]), S::and(lines[$c], 0xffff_0000));
-                for r in 0..N {
-                    let q = self.elements.add(2 * (r * self.depth + first + $c));
-                    halves[r][0] = S::fma(S::splat(*q), even, halves[r][0]);
-                    halves[r][1] = S::fma(S::splat(*q.add(1)), odd, halves[r][1]);
-                }
-            )* }};
-        }
-        // SAFETY: the caller's contract: the queries have these pairs.
-        unsafe { each!(0 1 2 3 4 5 6 7) }
     }
 
     /// Scores of at most [`TILE`] rows and keys `first + columns`, as [`Products::stream_scores`]: the product
