@@ -159,7 +159,7 @@ def _refuse_by_hand(config):
 # Arguments of models that change nothing in attention once masks are made. A window is in the mask; the lengths of packed sequences are in
 # `cu_seq_lens_q` and `cu_seq_lens_k`.
 HARMLESS = frozenset(
-    """cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits
+    """cache_position deterministic grid_thw logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits
     position_embeddings position_ids return_dict seq_idx sliding_window token_type_ids use_cache""".split()
 )
 
