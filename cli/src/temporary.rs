@@ -117,17 +117,15 @@ pub(crate) struct Named {
 impl Named {
     fn create(folder: &Path, mode: u32) -> Result<Self> {
         signals::clean_up_on()?;
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(PREFIX);
+        let mut options = std::fs::File::options();
+        options.write(true).create_new(true);
         #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            builder.permissions(std::fs::Permissions::from_mode(mode));
-        }
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, mode);
         #[cfg(not(unix))]
         let _ = mode;
+        let mut names = tempfile::Builder::new();
         let mut existing = existing();
-        let file = builder.tempfile_in(folder)?.into_temp_path();
+        let file = names.prefix(PREFIX).make_in(folder, |path| options.open(path))?.into_temp_path();
         existing.push(file.to_path_buf());
         Ok(Self { file: Some(file) })
     }
@@ -330,7 +328,9 @@ mod tests {
         assert!(file.rename(&folder.path().join("absent").join("to")).is_err());
         assert_eq!(names(folder.path()), ["to"]);
         assert!(existing().is_empty());
-        assert!(Named::create(&folder.path().join("absent"), 0o666).is_err());
+        // The system's own words say why.
+        let refused = Named::create(&folder.path().join("absent"), 0o666).err().unwrap();
+        assert!(refused.raw_os_error().is_some(), "{refused}");
     }
 
     #[test]
