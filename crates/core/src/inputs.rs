@@ -215,6 +215,11 @@ pub enum RunError {
         /// Kernel of the plan.
         kernel: String,
     },
+    /// The threads that compute cannot start.
+    Threads {
+        /// What the system says.
+        reason: String,
+    },
 }
 
 impl std::fmt::Display for RunError {
@@ -268,6 +273,7 @@ impl std::fmt::Display for RunError {
             Self::Machine { kernel } => {
                 write!(f, "{kernel} needs instructions that this Cpu does not use")
             }
+            Self::Threads { reason } => write!(f, "the threads of the pool cannot start: {reason}"),
         }
     }
 }

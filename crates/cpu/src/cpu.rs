@@ -2,7 +2,7 @@
 
 use crate::plan::{CpuFacts, CpuPlan};
 use crate::workspace::Workspace;
-use crate::{exec, isa};
+use crate::{exec, isa, pool};
 use flashtile_core::inputs::{self, Inputs, Outputs, RunError};
 use flashtile_core::isa::Isa;
 use flashtile_core::plan::{PlanOptions, Unsupported};
@@ -18,7 +18,8 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// This machine with its fastest instruction set and as many threads as the current rayon pool has.
+    /// This machine with its fastest instruction set and as many threads as the current rayon pool has. Where these cannot start, plans are
+    /// for as many as the machine runs at a time, and [`Cpu::run`] refuses those that need more than one.
     #[must_use]
     pub fn new() -> Self {
         Self { facts: isa::facts() }
@@ -33,6 +34,15 @@ impl Cpu {
             return Err(Unsupported::Isa { asked: isa, best: isa::best() });
         }
         Ok(Self { facts: CpuFacts { isa, ..isa::facts() } })
+    }
+
+    /// Threads of the rayon pool in which the caller runs. The first call starts the global pool, unless the program did.
+    ///
+    /// # Errors
+    /// [`RunError::Threads`] where the system starts no more threads. rayon keeps a global pool that could not start as it is: every later call
+    /// outside of another pool is refused as well.
+    pub fn pool_threads() -> Result<usize, RunError> {
+        pool::threads().map_err(|reason| RunError::Threads { reason: reason.to_owned() })
     }
 
     /// The same machine with plans for at most this many threads (at least 1).
@@ -70,8 +80,8 @@ impl Cpu {
     /// The same inputs give the same bits, whatever the thread count and the options of the plan.
     ///
     /// # Errors
-    /// [`RunError`] where the tensors do not fit the plan's problem, the workspace is too small, or the plan needs instructions that
-    /// this `Cpu` lacks. Nothing is written then.
+    /// [`RunError`] where the tensors do not fit the plan's problem, the workspace is too small, the plan needs instructions that this `Cpu`
+    /// lacks, or it needs threads that cannot start. Nothing is written then.
     pub fn run(
         &self,
         plan: &CpuPlan,
@@ -85,6 +95,9 @@ impl Cpu {
         inputs::check(plan.problem(), inputs, outputs)?;
         if workspace.len() < plan.workspace_bytes() {
             return Err(RunError::Workspace { needed: plan.workspace_bytes(), got: workspace.len() });
+        }
+        if plan.workers() > 1 {
+            Self::pool_threads()?;
         }
         exec::run(plan, inputs, outputs, workspace);
         Ok(())

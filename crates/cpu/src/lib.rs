@@ -17,6 +17,7 @@ mod kernels;
 pub mod limits;
 pub mod merge;
 pub mod plan;
+mod pool;
 mod simd;
 #[cfg(test)]
 mod tests;

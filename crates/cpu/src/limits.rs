@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::isa;
+use crate::{isa, pool};
 use flashtile_core::isa::Isa;
 use flashtile_core::memory::Zeroed;
 use rayon::prelude::*;
@@ -15,7 +15,7 @@ const BUDGET: Duration = Duration::from_millis(200);
 /// multiply-adds on the registers of `isa`: of f32, or of pairs of bf16 for [`Isa::Avx512Bf16`] and
 /// [`Isa::Amx`]. The largest of several rounds; takes about 0.2 s.
 ///
-/// Returns 0 where the machine lacks the instruction set.
+/// Returns 0 where the machine lacks the instruction set, or threads cannot start.
 #[must_use]
 pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     const ROUNDS: u64 = 200_000;
@@ -35,7 +35,7 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
 }
 
 /// Bytes per second that `threads` threads read from memory, each streaming its own part of a buffer much larger than the
-/// caches. The largest of several rounds; takes about 0.2 s.
+/// caches. The largest of several rounds; takes about 0.2 s. Returns 0 where there is no memory for the buffer, or threads cannot start.
 #[must_use]
 pub fn read_bandwidth(threads: usize) -> f64 {
     let facts = isa::facts();
@@ -59,9 +59,12 @@ pub fn read_bandwidth(threads: usize) -> f64 {
     )
 }
 
-/// Largest rate over rounds in which every thread calls `f(worker)`, which does `amount(worker)`.
+/// Largest rate over rounds in which every thread calls `f(worker)`, which does `amount(worker)`; 0 where threads cannot start.
 fn best(threads: usize, amount: impl Fn(usize) -> f64, f: impl Fn(usize) + Sync) -> f64 {
     let threads = threads.max(1);
+    if threads > 1 && pool::threads().is_err() {
+        return 0.0;
+    }
     let total: f64 = (0..threads).map(amount).sum();
     let started = Instant::now();
     let mut best: f64 = 0.0;

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use crate::pool;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Outputs;
 use flashtile_core::isa::FloatEnv;
@@ -46,6 +47,11 @@ pub enum MergeError {
         /// Elements given.
         got: usize,
     },
+    /// The threads that compute cannot start.
+    Threads {
+        /// What the system says.
+        reason: String,
+    },
 }
 
 impl std::fmt::Display for MergeError {
@@ -63,6 +69,7 @@ impl std::fmt::Display for MergeError {
             Self::Length { state: None, expected, got } => {
                 write!(f, "lse has {got} elements, expected {expected}")
             }
+            Self::Threads { reason } => write!(f, "the threads of the pool cannot start: {reason}"),
         }
     }
 }
@@ -118,6 +125,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
     {
         return Err(MergeError::Length { state: None, expected, got: lse.len() });
     }
+    pool::threads().map_err(|reason| MergeError::Threads { reason: reason.to_owned() })?;
     let out = &outputs.out;
     let rows = if dim == 0 { 0 } else { expected };
     (0..rows).into_par_iter().with_min_len(64).for_each(|row| {

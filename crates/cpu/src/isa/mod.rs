@@ -20,6 +20,7 @@ mod vnni;
 use crate::kernels::loops::Loops;
 use crate::kernels::state::{Kernels, Storage};
 use crate::plan::CpuFacts;
+use crate::pool;
 use flashtile_core::isa::{Isa, IsaToken};
 use std::sync::OnceLock;
 
@@ -112,7 +113,8 @@ fn cache_bytes(level: u32) -> Option<usize> {
     })
 }
 
-/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; the current rayon pool gives the threads.
+/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; the current rayon pool gives the threads,
+/// or, where its threads cannot start, the system says how many there would be.
 pub(super) fn facts() -> CpuFacts {
     static FACTS: OnceLock<CpuFacts> = OnceLock::new();
     let facts = FACTS.get_or_init(|| CpuFacts {
@@ -122,5 +124,6 @@ pub(super) fn facts() -> CpuFacts {
         l2: cache_bytes(2).unwrap_or(512 << 10),
         l3: cache_bytes(3).unwrap_or(8 << 20),
     });
-    CpuFacts { threads: rayon::current_num_threads(), ..*facts }
+    let available = || std::thread::available_parallelism().map_or(1, usize::from);
+    CpuFacts { threads: pool::threads().unwrap_or_else(|_| available()), ..*facts }
 }
