@@ -81,7 +81,7 @@ impl<'py> Made<'py> {
     /// The results as flashtile writes them, into memory that neither they nor `others` have in common.
     pub(crate) fn outputs(&mut self, axes: Axes, others: &[&Memory]) -> PyResult<Outputs<'_>> {
         if let Some(lse) = &self.lse {
-            lse.check_exclusive(&[&self.out])?;
+            lse.block.check_exclusive(&[&self.out.block])?;
         }
         let mut outputs = Outputs::new(self.out.view_mut(axes, others)?);
         outputs.lse = self.lse.as_mut().map(|lse| lse.list_mut(others)).transpose()?;
@@ -96,7 +96,7 @@ impl<'py> Made<'py> {
         stream: Stream,
     ) -> PyResult<DeviceOutputs<'_>> {
         if let Some(lse) = &self.lse {
-            lse.check_exclusive(&[&self.out])?;
+            lse.block.check_exclusive(&[&self.out.block])?;
         }
         let mut outputs = DeviceOutputs::new(self.out.device_view_mut(axes, others, stream)?);
         outputs.lse = self.lse.as_mut().map(|lse| lse.device_list_mut(others, stream)).transpose()?;

@@ -2,7 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::{Axes, Kind, Memory, Place, Stream};
+use super::block::{Axes, Kind};
+use super::{Memory, Place, Stream, blocks};
 use flashtile::cuda::{DeviceList, DeviceListMut, DeviceMask, DeviceTensor, DeviceTensorMut};
 use flashtile::{Dtype, MaskKind};
 use pyo3::prelude::*;
@@ -18,12 +19,12 @@ pub(crate) struct DeviceView<'a> {
 impl Memory {
     /// The memory as a tensor that work on the stream reads.
     pub(crate) fn device_view(&self, axes: Axes, stream: Stream) -> PyResult<DeviceView<'_>> {
-        let (dtype, shape, strides) = self.logical(axes)?;
+        let (dtype, shape, strides) = self.block.logical(axes)?;
         self.check_place(Place::Cuda(stream.device))?;
         // SAFETY: by the invariant the elements lie in one allocation of the device and are readable by work on the stream while their
         // owner lives. Libraries free and reuse device memory in the order of their streams, after this work.
-        let tensor = unsafe { DeviceTensor::from_raw_parts(dtype, self.ptr as u64, shape, strides) };
-        Ok(DeviceView { tensor: tensor.map_err(|error| self.refuse(error))?, dtype, shape })
+        let tensor = unsafe { DeviceTensor::from_raw_parts(dtype, self.block.ptr as u64, shape, strides) };
+        Ok(DeviceView { tensor: tensor.map_err(|error| self.block.refuse(error))?, dtype, shape })
     }
 
     /// The memory as a tensor that work on the stream writes, and that has no memory in common with `others`.
@@ -33,21 +34,22 @@ impl Memory {
         others: &[&Self],
         stream: Stream,
     ) -> PyResult<DeviceTensorMut<'_>> {
-        let (dtype, shape, strides) = self.logical(axes)?;
+        let (dtype, shape, strides) = self.block.logical(axes)?;
         self.check_place(Place::Cuda(stream.device))?;
-        self.check_exclusive(others)?;
+        self.block.check_exclusive(&blocks(others))?;
         // SAFETY: as for `device_view`; the memory is not read-only, and `check_exclusive` showed that no other argument of the call has
         // an address in common with it. `self` is borrowed exclusively.
-        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.ptr as u64, shape, strides) }
-            .map_err(|error| self.refuse(error))
+        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.block.ptr as u64, shape, strides) }
+            .map_err(|error| self.block.refuse(error).into())
     }
 
     /// Dense memory as a list of f32 that work on the stream reads.
     pub(crate) fn device_list(&self, stream: Stream) -> PyResult<DeviceList<'_>> {
         self.check_place(Place::Cuda(stream.device))?;
-        let count = self.check_list()?;
+        let count = self.block.check_list()?;
         // SAFETY: the shape reaches `count` elements, one after another; otherwise as for `device_view`.
-        unsafe { DeviceList::from_raw_parts(self.ptr as u64, count) }.map_err(|error| self.refuse(error))
+        unsafe { DeviceList::from_raw_parts(self.block.ptr as u64, count) }
+            .map_err(|error| self.block.refuse(error).into())
     }
 
     /// Dense memory as a list of f32 that work on the stream writes.
@@ -57,20 +59,19 @@ impl Memory {
         stream: Stream,
     ) -> PyResult<DeviceListMut<'_>> {
         self.check_place(Place::Cuda(stream.device))?;
-        self.check_exclusive(others)?;
-        let count = self.check_list()?;
+        self.block.check_exclusive(&blocks(others))?;
+        let count = self.block.check_list()?;
         // SAFETY: as for `device_list`, and exclusive as for `device_view_mut`.
-        unsafe { DeviceListMut::from_raw_parts(self.ptr as u64, count) }.map_err(|error| self.refuse(error))
+        unsafe { DeviceListMut::from_raw_parts(self.block.ptr as u64, count) }
+            .map_err(|error| self.block.refuse(error).into())
     }
 
     /// The memory as a mask of two or four axes that work on the stream reads.
     pub(crate) fn device_mask(&self, stream: Stream) -> PyResult<(DeviceMask<'_>, MaskKind)> {
         self.check_place(Place::Cuda(stream.device))?;
-        let (shape, strides) = self.mask_axes()?;
-        // An address that is not a multiple of the elements is refused below, memory that cannot be addressed here.
-        self.span()?;
-        let at = self.ptr as u64;
-        let (mask, kind) = match self.kind {
+        let (shape, strides) = self.block.mask_axes()?;
+        let at = self.block.ptr as u64;
+        let (mask, kind) = match self.block.kind {
             // SAFETY: as for `device_view`.
             Kind::Bool => (unsafe { DeviceMask::bool(at, shape, strides) }, MaskKind::Bool),
             Kind::Element(dtype) => {
@@ -79,6 +80,6 @@ impl Memory {
                 (mask, MaskKind::Additive(dtype))
             }
         };
-        Ok((mask.map_err(|error| self.refuse(error))?, kind))
+        Ok((mask.map_err(|error| self.block.refuse(error))?, kind))
     }
 }

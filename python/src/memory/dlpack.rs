@@ -2,23 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::{Kind, Stream, wrong_dtype};
+use super::block::{Described, Kind, MAX_RANK, Refusal, wrong_dtype};
 use flashtile::Dtype;
-use pyo3::exceptions::PyBufferError;
-use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods};
 use std::ffi::c_void;
+use std::ptr::NonNull;
 
-pub(super) const CPU: i32 = 1;
-pub(super) const CUDA: i32 = 2;
-pub(super) const CUDA_HOST: i32 = 3;
+pub(crate) const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+pub(crate) const CUDA_HOST: i32 = 3;
 
-/// The number by which `__dlpack__` is told a stream: the default stream, which is 0 to the driver, is 1.
-pub(super) fn stream(stream: Stream) -> usize {
-    stream.handle.max(1)
-}
-
-pub(super) fn device_name(device: i32, id: i32) -> String {
+pub(crate) fn device_name(device: i32, id: i32) -> String {
     let name = match device {
         CPU | CUDA_HOST => return "cpu".to_owned(),
         CUDA => "cuda",
@@ -35,32 +28,89 @@ pub(super) fn device_name(device: i32, id: i32) -> String {
 
 /// `DLTensor` of DLPack.
 #[repr(C)]
-pub(super) struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
+#[derive(Debug)]
+pub(crate) struct DlTensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device_type: i32,
+    pub(crate) device_id: i32,
+    pub(crate) ndim: i32,
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
+    pub(crate) shape: *const i64,
+    pub(crate) strides: *const i64,
+    pub(crate) byte_offset: u64,
 }
 
 /// `DLManagedTensorVersioned` of DLPack.
 #[repr(C)]
-struct DlVersioned {
-    major: u32,
-    minor: u32,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Self)>,
-    flags: u64,
-    tensor: DlTensor,
+#[derive(Debug)]
+pub(crate) struct DlVersioned {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+    pub(crate) context: *mut c_void,
+    pub(crate) deleter: Option<unsafe extern "C" fn(*mut Self)>,
+    pub(crate) flags: u64,
+    pub(crate) tensor: DlTensor,
+}
+
+/// The pointer in a capsule, by the capsule's name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Managed {
+    /// `dltensor`: a `DLManagedTensor`, whose first field is its `DLTensor`.
+    Plain(NonNull<DlTensor>),
+    /// `dltensor_versioned`.
+    Versioned(NonNull<DlVersioned>),
+}
+
+impl Managed {
+    /// The tensor, and whether it may not be written.
+    ///
+    /// # Safety
+    /// - The pointer is valid for reads while `'a` lasts, and nobody writes there; of a versioned tensor that is not of version 1, its first
+    ///   eight bytes alone.
+    pub(crate) unsafe fn tensor<'a>(self) -> Result<(&'a DlTensor, bool), Refusal> {
+        match self {
+            // SAFETY: the caller's contract.
+            Self::Plain(tensor) => Ok((unsafe { tensor.as_ref() }, false)),
+            Self::Versioned(of) => {
+                // SAFETY: the caller's contract; the version is the first field in every version.
+                let major = unsafe { (*of.as_ptr()).major };
+                if major != 1 {
+                    return Err(Refusal::Buffer(format!("DLPack has version {major}, expected 1")));
+                }
+                // SAFETY: the caller's contract; version 1 has the fields of `DlVersioned`.
+                let of = unsafe { of.as_ref() };
+                Ok((&of.tensor, of.flags & 1 != 0))
+            }
+        }
+    }
 }
 
 impl DlTensor {
-    pub(super) fn kind(&self, name: &str) -> PyResult<Kind> {
+    /// Its type and number.
+    pub(crate) const fn device(&self) -> (i32, i32) {
+        (self.device_type, self.device_id)
+    }
+
+    /// The memory of the argument with this name.
+    ///
+    /// # Safety
+    /// `shape` and `strides` are null, or valid for reads of `ndim` numbers.
+    pub(crate) unsafe fn described(&self, name: &str, readonly: bool) -> Result<Described, Refusal> {
+        let rank = usize::try_from(self.ndim).ok().filter(|&rank| rank <= MAX_RANK).ok_or_else(|| {
+            Refusal::Buffer(format!("{name} has {} axes, expected 0 to {MAX_RANK}", self.ndim))
+        })?;
+        // SAFETY: the caller's contract.
+        let (sizes, strides) = unsafe { (numbers(self.shape, rank), numbers(self.strides, rank)) };
+        let sizes = sizes.ok_or_else(|| Refusal::Buffer(format!("{name} has {rank} axes, and no shape")))?;
+        let wrong = |_| Refusal::Buffer(format!("{name} has shape {sizes:?}"));
+        let shape = sizes.iter().map(|&n| usize::try_from(n)).collect::<Result<_, _>>().map_err(wrong)?;
+        let strides = strides.map(|strides| strides.iter().map(|&stride| stride as isize).collect());
+        Ok(Described { ptr: self.start(name)?, kind: self.kind(name)?, shape, strides, readonly })
+    }
+
+    fn kind(&self, name: &str) -> Result<Kind, Refusal> {
         match (self.code, self.bits, self.lanes) {
             (2, 32, 1) => Ok(Kind::Element(Dtype::F32)),
             (2, 16, 1) => Ok(Kind::Element(Dtype::F16)),
@@ -82,58 +132,26 @@ impl DlTensor {
         }
     }
 
-    /// Its type and number.
-    pub(super) const fn device(&self) -> (i32, i32) {
-        (self.device_type, self.device_id)
-    }
-
-    /// The address of the first element.
-    pub(super) fn start(&self) -> PyResult<*mut u8> {
-        Ok(self.data.cast::<u8>().wrapping_add(usize::try_from(self.byte_offset)?))
-    }
-
-    fn rank(&self) -> usize {
-        usize::try_from(self.ndim).unwrap_or(0)
-    }
-
-    pub(super) fn shape(&self, name: &str) -> PyResult<Vec<usize>> {
-        let sizes = match self.rank() {
-            0 => &[],
-            // SAFETY: DLPack promises `ndim` sizes while the capsule lives, which this borrow does not outlive ([`tensor`]).
-            rank => unsafe { std::slice::from_raw_parts(self.shape, rank) },
-        };
-        let wrong = |_| PyBufferError::new_err(format!("{name} has shape {sizes:?}"));
-        sizes.iter().map(|&n| usize::try_from(n)).collect::<Result<_, _>>().map_err(wrong)
-    }
-
-    /// `None` is dense.
-    pub(super) fn strides(&self) -> Option<Vec<isize>> {
-        if self.strides.is_null() || self.rank() == 0 {
-            return None;
-        }
-        // SAFETY: as for `shape`: strides that are not null are `ndim` numbers.
-        let strides = unsafe { std::slice::from_raw_parts(self.strides, self.rank()) };
-        Some(strides.iter().map(|&stride| stride as isize).collect())
+    /// The address of the first element; null where there is no memory, whatever the offset.
+    fn start(&self, name: &str) -> Result<*mut u8, Refusal> {
+        let data: *mut u8 = self.data.cast();
+        let fits = |&offset: &usize| (data as usize).checked_add(offset).is_some();
+        let offset = usize::try_from(self.byte_offset).ok().filter(fits).ok_or_else(|| {
+            Refusal::Buffer(format!("{name} has offset {}, which is not addressable", self.byte_offset))
+        })?;
+        Ok(if data.is_null() { data } else { data.wrapping_add(offset) })
     }
 }
 
-/// The tensor in a capsule, and whether it may not be written. The capsule is not renamed: it stays the owner, and frees the tensor when
-/// it is dropped.
-pub(super) fn tensor<'a>(capsule: &'a Bound<'_, PyCapsule>) -> PyResult<(&'a DlTensor, bool)> {
-    let versioned = c"dltensor_versioned";
-    if capsule.is_valid_checked(Some(versioned)) {
-        let pointer = capsule.pointer_checked(Some(versioned))?.cast::<DlVersioned>();
-        // SAFETY: a capsule of this name holds a pointer to `DLManagedTensorVersioned`, whose first field is the version in every version.
-        // It is valid until the capsule's destructor, hence while the capsule is borrowed.
-        let major = unsafe { (*pointer.as_ptr()).major };
-        if major != 1 {
-            return Err(PyBufferError::new_err(format!("DLPack has version {major}, expected 1")));
-        }
-        // SAFETY: the same, and version 1 has the fields of `DlVersioned`.
-        let of = unsafe { pointer.as_ref() };
-        return Ok((&of.tensor, of.flags & 1 != 0));
+/// `rank` numbers; `None` where there are some, and no address.
+///
+/// # Safety
+/// `at` is null, or valid for reads of `rank` numbers while `'a` lasts.
+unsafe fn numbers<'a>(at: *const i64, rank: usize) -> Option<&'a [i64]> {
+    match (rank, at.is_null()) {
+        (0, _) => Some(&[]),
+        (_, true) => None,
+        // SAFETY: the caller's contract.
+        (_, false) => Some(unsafe { std::slice::from_raw_parts(at, rank) }),
     }
-    let pointer = capsule.pointer_checked(Some(c"dltensor"))?.cast::<DlTensor>();
-    // SAFETY: a capsule of this name holds a pointer to `DLManagedTensor`, whose first field is a `DLTensor`; valid as above.
-    Ok((unsafe { pointer.as_ref() }, false))
 }

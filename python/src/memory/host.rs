@@ -1,76 +1,93 @@
-//! Memory of the host, as flashtile reads and writes it.
+//! Memory of the host as views.
 
 #![allow(unsafe_code)]
 
-use super::{Axes, Kind, Memory, Place};
+use super::block::{Axes, Block, Kind, Refusal};
 use flashtile::{Dtype, MaskView, TensorView, TensorViewMut};
-use pyo3::exceptions::PyBufferError;
-use pyo3::prelude::*;
 
-impl Memory {
+impl Block {
     /// The memory as a tensor that is read.
-    pub(crate) fn view(&self, axes: Axes) -> PyResult<TensorView<'_>> {
+    ///
+    /// # Safety
+    /// - The elements lie in one allocation of the host, and are readable while the result lives.
+    /// - Nobody writes to them meanwhile.
+    pub(crate) unsafe fn view(&self, axes: Axes) -> Result<TensorView<'_>, Refusal> {
         let (dtype, shape, strides) = self.logical(axes)?;
-        self.check_place(Place::Host)?;
-        // SAFETY: by the invariant the elements lie in one allocation and are readable while `self`, which the view borrows, has their
-        // owner; that nobody writes to them during a call is asked of the program, and `view_mut` refuses to overlap.
+        // SAFETY: the caller's contract.
         unsafe { TensorView::from_raw_parts(dtype, self.ptr, shape, strides) }
             .map_err(|error| self.refuse(error))
     }
 
     /// The memory as a tensor that is written, and that has no memory in common with `others`.
-    pub(crate) fn view_mut(&mut self, axes: Axes, others: &[&Self]) -> PyResult<TensorViewMut<'_>> {
+    ///
+    /// # Safety
+    /// - As for [`Block::view`], and the elements are writable.
+    /// - `others` are all other memory that is read or written while the result lives.
+    pub(crate) unsafe fn view_mut(
+        &mut self,
+        axes: Axes,
+        others: &[&Self],
+    ) -> Result<TensorViewMut<'_>, Refusal> {
         let (dtype, shape, strides) = self.logical(axes)?;
-        self.check_place(Place::Host)?;
         self.check_exclusive(others)?;
         let ptr = self.ptr;
-        // SAFETY: as for `view`; the memory is not read-only, and `check_exclusive` showed that no other argument of the call has an
-        // address in common with it. `self` is borrowed exclusively.
+        // SAFETY: the caller's contract; `check_exclusive` showed that `others` have no address in common with it. `self` is borrowed
+        // exclusively.
         unsafe { TensorViewMut::from_raw_parts(dtype, ptr, shape, strides) }
             .map_err(|error| self.refuse(error))
     }
 
     /// Dense memory as a list of f32 that is written.
-    pub(crate) fn list_mut(&mut self, others: &[&Self]) -> PyResult<&mut [f32]> {
-        self.check_place(Place::Host)?;
+    ///
+    /// # Safety
+    /// As for [`Block::view_mut`].
+    pub(crate) unsafe fn list_mut(&mut self, others: &[&Self]) -> Result<&mut [f32], Refusal> {
         self.check_exclusive(others)?;
         let count = self.check_list()?;
         if count == 0 {
             return Ok(&mut []);
         }
-        // SAFETY: `count` elements reach as far as the shape does, so that they are all of the memory of the invariant; aligned, and any
-        // bytes are an f32. Exclusive as in `view_mut`.
+        // SAFETY: the caller's contract: `count` elements reach as far as the shape does; aligned, and any bytes are an f32.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), count) })
     }
 
     /// The memory as a mask of two or four axes.
-    pub(crate) fn mask(&self) -> PyResult<MaskView<'_>> {
+    ///
+    /// # Safety
+    /// As for [`Block::view`], gaps between the elements included.
+    pub(crate) unsafe fn mask(&self) -> Result<MaskView<'_>, Refusal> {
         let (shape, strides) = self.mask_axes()?;
-        let view = match self.kind {
-            Kind::Bool => MaskView::bool_bytes(self.elements::<u8>()?, shape, strides),
-            Kind::Element(Dtype::F32) => MaskView::additive_strided(self.elements::<f32>()?, shape, strides),
-            Kind::Element(Dtype::F16) => {
-                MaskView::additive_strided(self.elements::<half::f16>()?, shape, strides)
-            }
-            Kind::Element(Dtype::BF16) => {
-                MaskView::additive_strided(self.elements::<half::bf16>()?, shape, strides)
+        // SAFETY: the caller's contract.
+        let view = unsafe {
+            match self.kind {
+                Kind::Bool => MaskView::bool_bytes(self.elements::<u8>()?, shape, strides),
+                Kind::Element(Dtype::F32) => {
+                    MaskView::additive_strided(self.elements::<f32>()?, shape, strides)
+                }
+                Kind::Element(Dtype::F16) => {
+                    MaskView::additive_strided(self.elements::<half::f16>()?, shape, strides)
+                }
+                Kind::Element(Dtype::BF16) => {
+                    MaskView::additive_strided(self.elements::<half::bf16>()?, shape, strides)
+                }
             }
         };
         view.map_err(|error| self.refuse(error))
     }
 
     /// The elements from the first to the last that the shape reaches, gaps included.
-    fn elements<T: Plain>(&self) -> PyResult<&[T]> {
-        self.check_place(Place::Host)?;
-        let count = self.span()?;
+    ///
+    /// # Safety
+    /// As for [`Block::mask`].
+    unsafe fn elements<T: Plain>(&self) -> Result<&[T], Refusal> {
+        let count = self.span();
         if count == 0 {
             return Ok(&[]);
         }
         if size_of::<T>() != self.kind.bytes() || !(self.ptr as usize).is_multiple_of(align_of::<T>()) {
-            return Err(PyBufferError::new_err(format!("{} is not aligned to its elements", self.name)));
+            return Err(Refusal::Buffer(format!("{} is not aligned to its elements", self.name)));
         }
-        // SAFETY: `T` has the size of an element, and any bytes are a `T`. By the invariant the first element and the last are in one
-        // allocation, and so is what lies between them; it is readable while `self` is borrowed, and unwritten as for `view`.
+        // SAFETY: `T` has the size of an element, and any bytes are a `T`. The rest is the caller's contract.
         Ok(unsafe { std::slice::from_raw_parts(self.ptr.cast(), count) })
     }
 }
