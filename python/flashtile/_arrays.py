@@ -2,6 +2,12 @@
 
 import numpy
 
+# Classes of arrays that are their elements.
+_ARRAYS = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
+
+# Options that are numbers or lists of them.
+NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens")
+
 
 def is_torch(x):
     """Whether something is a tensor of PyTorch, which need not be installed."""
@@ -31,16 +37,48 @@ def maker(like):
 
     def made(name, shape):
         result = make(name, shape)
-        return result, lent(result)
+        return result, lent(name, result)
 
     return made
 
 
-def lent(x):
-    """What the extension module reads memory from: a capsule of DLPack where x is a tensor of PyTorch, whose own `__dlpack__` takes longer
-    than a small problem, and x itself otherwise."""
-    if not is_torch(x):
-        return x
-    from torch.utils.dlpack import to_dlpack
+def lent(name, x):
+    """What the extension module reads the memory of an argument from."""
+    if is_torch(x):
+        from . import _tensors
 
-    return to_dlpack(x.detach())
+        return _tensors.lent(name, x)
+    check_array(name, x)
+    return x
+
+
+def numbers(name, x):
+    """An argument that the extension module reads as numbers, or as lists of them."""
+    if isinstance(x, (list, tuple)):
+        for each in x:
+            if not isinstance(each, (int, float)):
+                numbers(name, each)
+    elif is_torch(x):
+        from . import _tensors
+
+        _tensors.readable(name, x)
+    else:
+        check_array(name, x)
+    return x
+
+
+def check_array(name, x):
+    """Refuses arrays of subclasses whose meaning a call would lose, such as the mask of a masked array, or a unit."""
+    if isinstance(x, numpy.ndarray) and type(x) not in _ARRAYS:
+        kind = f"{type(x).__module__}.{type(x).__name__}"
+        instead = "fill it, and give what it hides by mask" if isinstance(x, numpy.ma.MaskedArray) else "give .view(numpy.ndarray)"
+        raise TypeError(f"{name} is a {kind}, and what that says beside its elements would be lost: {instead}")
+
+
+def written(x):
+    """What a call gives that was told to write to x."""
+    if is_torch(x):
+        from . import _tensors
+
+        _tensors.count_write(x)
+    return x

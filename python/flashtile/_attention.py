@@ -1,7 +1,7 @@
 """Attention in one call."""
 
 from . import _flashtile
-from ._arrays import is_torch, lent, maker
+from ._arrays import NUMBERS, is_torch, lent, maker, numbers, written
 
 
 def attention(
@@ -54,10 +54,11 @@ def attention(
         out: where to write the result. It overlaps no other argument in memory.
 
     Raises:
-        ValueError: where shapes and options contradict each other.
-        TypeError: where a dtype or the type of an option is wrong.
-        BufferError: where memory cannot be used as it is: on another device than q's, with strides below 0, read-only, or shared.
-        RuntimeError: where a GPU, its driver or its compiler failed.
+        ValueError: where shapes and options contradict each other, or a derivative is asked for.
+        TypeError: where a dtype, a layout, a class of arrays or the type of an option is wrong.
+        BufferError: where memory cannot be used as it is: on another device than q's, freed, with strides below 0, read-only, or shared.
+        MemoryError: where there is no memory.
+        RuntimeError: where threads cannot start, the process was forked off one that has them, or a GPU, its driver or its compiler failed.
     """
     options = {
         "causal": causal,
@@ -77,8 +78,10 @@ def attention(
         from . import _torch
 
         return _torch.attention(q, k, v, options, out)
-    options["mask"] = lent(mask)
-    tensors = [lent(x) for x in (q, k, v, out)]
+    options["mask"] = lent("mask", mask)
+    for name in NUMBERS:
+        numbers(name, options[name])
+    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
     made, lse = _flashtile.attention(tensors, options, maker(q))
-    out = made if out is None else out
+    out = made if out is None else written(out)
     return (out, lse) if return_lse else out

@@ -5,7 +5,7 @@ import json
 import numpy
 
 from . import _flashtile
-from ._arrays import lent, maker
+from ._arrays import lent, maker, numbers, written
 
 
 def _means(center, shape):
@@ -119,6 +119,7 @@ class KvCache:
 
         Raises:
             ValueError: where there is no room for the tokens; the cache is unchanged then.
+            RuntimeError: where another step of the cache is open, or the process was forked off one that has computed.
         """
         return Step(self._cache.step(list(batch)))
 
@@ -154,22 +155,22 @@ class Step:
         q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence, as
         the step listed them, and give out `(tokens, q_heads, value_dim)`, and with `return_lse` a logsumexp `(q_heads, tokens)`. Options
         are as for `flashtile.attention`; each token sits at its place in its sequence. A mask is `(sequences, heads, longest queries,
-        longest keys)`.
+        longest keys)`. Raises as `flashtile.attention`; a tensor that requires a gradient is refused.
         """
         options = {
             "causal": causal,
             "window": window,
             "q_offset": q_offset,
-            "scale": scale,
-            "softcap": softcap,
-            "mask": lent(mask),
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
+            "scale": numbers("scale", scale),
+            "softcap": numbers("softcap", softcap),
+            "mask": lent("mask", mask),
+            "alibi_slopes": numbers("alibi_slopes", alibi_slopes),
+            "sinks": numbers("sinks", sinks),
             "return_lse": return_lse,
         }
-        tensors = [lent(x) for x in (q, k, v, out)]
+        tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
         made, lse = self._step.attend(layer, tensors, options, maker(q))
-        out = made if out is None else out
+        out = made if out is None else written(out)
         return (out, lse) if return_lse else out
 
     def lens(self):

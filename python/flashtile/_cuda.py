@@ -17,5 +17,5 @@ def attention(q, tensors, options):
         options = options | {"stream": (device.index, torch.cuda.current_stream(device).cuda_stream)}
         for name in ("alibi_slopes", "sinks"):
             if options[name] is not None:
-                options[name] = lent(torch.as_tensor(options[name], dtype=torch.float32, device=device).contiguous())
+                options[name] = lent(name, torch.as_tensor(options[name], dtype=torch.float32, device=device).contiguous())
         return _flashtile.attention(tensors, options, maker(q))

@@ -4,7 +4,7 @@ import json
 import re
 
 from . import _flashtile
-from ._arrays import lent
+from ._arrays import is_torch, lent
 
 _NAMES = {"k": "k", "key": "k", "keys": "k", "v": "v", "value": "v", "values": "v", "q": "q", "query": "q", "queries": "q"}
 _CODECS = ("f16", "bf16", "fp8", "int8", "tq6", "tq5", "tq4", "tq3", "tq2")
@@ -52,7 +52,8 @@ def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=No
     chosen = list(_CODECS if codecs is None else codecs)
     pairs = []
     for name, of in _pairs(tensors).items():
-        sides = [lent(of.get(side)) for side in "kvq"]
+        # A report is numbers, which no gradient reaches.
+        sides = [lent(side, x.detach() if is_torch(x) else x) for side, x in ((side, of.get(side)) for side in "kvq")]
         report = json.loads(_flashtile.kv_pair(sides, options, chosen, rows))
         pairs.append({"name": name, **report})
     return {"pairs": pairs}

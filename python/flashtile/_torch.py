@@ -4,10 +4,12 @@ from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
-from ._arrays import lent, maker
+from ._arrays import NUMBERS, lent, maker, numbers, written
+from ._tensors import check, check_tangent, is_plain, needs_grad
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -15,31 +17,60 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def attention(q, k, v, options, out=None):
     """`flashtile.attention` where q is a tensor of PyTorch."""
-    if out is not None and any(_needs_grad(x) for x in (q, k, v)):
-        raise ValueError("flashtile computes no gradients: call it under torch.no_grad()")
-    if out is not None or _only_computes(q, k, v):
+    named = {"q": q, "k": k, "v": v, "mask": options["mask"], "alibi_slopes": options["alibi_slopes"], "sinks": options["sinks"]}
+    if out is not None or _only_computes(named):
         made, lse = _call(q, k, v, options, out)
-        made = made if out is None else out
+        made = made if out is None else written(out)
     else:
+        if not _is_traced():
+            _check(named, options)
         made, lse = _operator(q, k, v, options)
     return (made, lse) if options["return_lse"] else made
 
 
-def _needs_grad(x):
-    return torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+def _is_traced():
+    """Whether a compiler or a mode of PyTorch looks at this call, whose tensors are stand-ins then."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
 
 
-def _only_computes(*tensors):
-    """Whether nobody records this call: neither a graph, nor autograd, nor a mode or a kind of tensor of PyTorch. It need not be an operator
-    then, whose dispatch costs as much as a small problem."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+def _only_computes(named):
+    """Whether nobody records this call: neither a graph, nor autograd, nor a mode, a transform or a kind of tensor of PyTorch. It need not
+    be an operator then, whose dispatch costs as much as a small problem."""
+    if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(x) in _PLAIN and x.device.type in ("cpu", "cuda") and not _needs_grad(x) for x in tensors)
+    for name, x in named.items():
+        if isinstance(x, Tensor):
+            if type(x) not in _PLAIN or not is_plain(x) or needs_grad(x):
+                return False
+        elif name in ("k", "v"):
+            return False
+    return True
+
+
+def _check(named, options):
+    """Refuses arguments that the operator would not take, or whose derivatives it would lose."""
+    starts = options["cu_seqlens"]
+    lists = {"kv_lens": options["kv_lens"]} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
+    for name, x in (named | lists).items():
+        (check if isinstance(x, Tensor) else numbers)(name, x)
+    for name in ("scale", "softcap"):
+        numbers(name, options[name])
+    _check_devices(named | lists)
+
+
+def _check_devices(named):
+    """Refuses tensors on other devices than q's. Lists of numbers are moved there, from wherever their elements are."""
+    expected = named["q"].device
+    for name, x in named.items():
+        if isinstance(x, Tensor) and x.device != expected and (name in ("k", "v", "mask") or x.device.type == "meta"):
+            raise BufferError(f'{name} is on {x.device}, expected {expected}: move it, as .to("{expected}") does')
 
 
 def _call(q, k, v, options, out=None):
-    options = options | {"mask": lent(options["mask"])}
-    tensors = [lent(x) for x in (q, k, v, out)]
+    options = options | {"mask": lent("mask", options["mask"])}
+    for name in NUMBERS:
+        numbers(name, options[name])
+    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
     if q.is_cuda:
         from . import _cuda
 
@@ -145,6 +176,8 @@ def _(
     layout="bhsd",
     return_lse=False,
 ):
+    lists = {"alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_devices({"q": q, "k": k, "v": v, "mask": mask, **lists})
     out = q.new_empty([*q.shape[:-1], v.shape[-1]])
     if not return_lse:
         return out, q.new_empty([0], dtype=torch.float32)
@@ -152,3 +185,19 @@ def _(
     if cu_seqlens_q is not None or layout == "bshd":
         rows[-2:] = rows[:-3:-1]
     return out, q.new_empty(rows, dtype=torch.float32)
+
+
+_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
+_record = make_autograd_impl(torch.ops.flashtile.attention.default, operator)
+
+
+def _autograd(keyset, *tensors, **options):
+    """What autograd does with the operator, which by itself drops derivatives of forward mode without a word."""
+    for name, x in zip(("q", "k", "v", "mask", "alibi_slopes", "sinks"), tensors):
+        if x is not None:
+            check_tangent(name, x, level=0)
+    return _record(keyset, *tensors, **options)
+
+
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _LIBRARY.impl("attention", _autograd, _key, with_keyset=True)

@@ -1,0 +1,98 @@
+"""Tensors of PyTorch as memory. A tensor that carries more than its elements is refused, or resolved to one that does not."""
+
+import re
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.dlpack import to_dlpack
+
+# Dispatch keys of a tensor that is its elements in memory and nothing else, and of one whose elements are computed from memory at a read.
+_PLAIN_KEYS = {"DispatchKeySet", "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"}
+_LAZY_KEYS = {"Negative", "Conjugate", "ZeroTensor"}
+_NO_OPERATORS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+_plain = {}
+
+
+def is_plain(x):
+    """Whether a tensor is its elements in memory: neither lazy, nor wrapped by a transform, nor in another layout than dense."""
+    raw = torch._C._dispatch_keys(x).raw_repr()
+    if raw not in _plain:
+        _plain[raw] = _PLAIN_KEYS.issuperset(_keys(x))
+    return _plain[raw]
+
+
+def needs_grad(x):
+    """Whether autograd would differentiate by x, which may be anything."""
+    return torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+
+
+def check_tangent(name, x, level=None):
+    """Refuses a derivative of forward mode, of the current level where none is named."""
+    if forward_ad.unpack_dual(x, level=level).tangent is not None:
+        raise ValueError(f"{name} has a tangent, and flashtile computes no derivatives: give its primal, as forward_ad.unpack_dual does")
+
+
+def check(name, x):
+    """Refuses a tensor that no operator of flashtile takes, in words that say what to do instead.
+
+    Raises:
+        ValueError: where x has a derivative of forward mode, or belongs to a transform of torch.func.
+        TypeError: where its layout is not dense.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor")
+    check_tangent(name, x)
+    if is_plain(x):
+        return
+    if torch._C._functorch.is_gradtrackingtensor(x):
+        raise ValueError(f"{name} is differentiated by torch.func, and flashtile computes no derivatives: call it outside of the transform")
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor: give its sequences one after another, as .values() does, with cu_seqlens")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}, expected torch.strided: call .to_dense()")
+    if x.is_quantized:
+        raise TypeError(f"{name} is quantized, {x.dtype}: call .dequantize()")
+
+
+def readable(name, x):
+    """x as a tensor that is its elements in memory, and from which no derivative is expected.
+
+    Raises:
+        ValueError: where x needs a gradient, and as `check`.
+        TypeError: where x is of a subclass with operators of its own, and as `check`.
+        BufferError: where x has no memory.
+    """
+    check(name, x)
+    if needs_grad(x):
+        raise ValueError(f"flashtile computes no gradients, and {name} requires one: call it under torch.no_grad(), or detach {name}")
+    function = type(x).__torch_function__
+    if getattr(function, "__func__", function) not in _NO_OPERATORS:
+        raise TypeError(f"{name} is a {type(x).__name__}, which has operators of its own: give .as_subclass(torch.Tensor)")
+    if is_plain(x):
+        return x
+    if torch._C._functorch.is_batchedtensor(x):
+        raise ValueError(f"{name} is batched by torch.vmap, which reaches attention without out alone: give the axis as the batch of q, k and v")
+    if not (_PLAIN_KEYS | _LAZY_KEYS).issuperset(_keys(x)):
+        raise BufferError(f"{name} is on {x.device}, a {type(x).__name__} without elements in memory: give a torch.Tensor on cpu or cuda")
+    return torch.zeros_like(x) if torch._is_zerotensor(x) else x.resolve_conj().resolve_neg()
+
+
+def lent(name, x):
+    """What the extension module reads memory from: a capsule of DLPack, as `__dlpack__` takes longer than a small problem, and the bytes that
+    the storage has from the first element on. Raises as `readable`."""
+    elements = readable(name, x)
+    if name == "out" and elements is not x:
+        raise BufferError("out is a lazy view, whose memory holds other values than it: give memory of its own")
+    available = elements.untyped_storage().nbytes() - elements.storage_offset() * elements.itemsize
+    return to_dlpack(elements.detach()), max(available, 0)
+
+
+def count_write(x):
+    """Tells autograd that x was written, as operators of PyTorch do: a gradient that needs the old elements raises then."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
+def _keys(x):
+    return re.findall(r"\w+", str(torch._C._dispatch_keys(x)))
