@@ -54,7 +54,8 @@ def plan(
 
     Raises:
         ValueError: where the problem contradicts itself, there is no such machine or backend, or both are given.
-        RuntimeError: where the backend is a CUDA device that this machine lacks.
+        RuntimeError: where the backend is a CUDA device that this machine lacks, or the plan is for this machine, in a process that was forked
+            off one that has computed or planned.
     """
     sides = {side: keys for side, keys in zip(("left", "right"), window) if keys != -1}
     if causal:

@@ -4,12 +4,11 @@ use crate::cuda;
 use crate::failure::refused;
 use crate::memory::{Axes, Memory, Stream};
 use crate::options::Options;
+use crate::process;
 use flashtile::cuda::DeviceOutputs;
 use flashtile::{Outputs, Runner};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::sync::OnceLock;
 
 /// Out, and the logsumexp where it was asked for.
 pub(crate) type Results = (Py<PyAny>, Option<Py<PyAny>>);
@@ -23,7 +22,7 @@ pub(crate) fn attention(
     make: &Bound<'_, PyAny>,
 ) -> PyResult<Results> {
     let py = make.py();
-    check_process()?;
+    process::compute()?;
     let options = Options::of(options)?;
     if let Some(stream) = options.stream {
         return cuda::attention(&tensors, &options, make, stream);
@@ -107,17 +106,5 @@ impl<'py> Made<'py> {
     pub(crate) fn results(self) -> Results {
         let (out, lse) = self.objects;
         (out.unbind(), lse.map(Bound::unbind))
-    }
-}
-
-/// Refuses to wait forever: threads of the pool do not exist in a process that was forked off.
-pub(crate) fn check_process() -> PyResult<()> {
-    static FIRST: OnceLock<u32> = OnceLock::new();
-    let this = std::process::id();
-    match *FIRST.get_or_init(|| this) {
-        first if first == this => Ok(()),
-        first => Err(PyRuntimeError::new_err(format!(
-            "process {this} was forked off process {first} after flashtile had computed there, and has no threads: start it with spawn"
-        ))),
     }
 }

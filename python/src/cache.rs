@@ -1,15 +1,16 @@
 //! KV caches.
 
-use crate::attention::{Made, Results, check_process};
+use crate::attention::{Made, Results};
 use crate::failure::refused;
 use crate::memory::{Axes, Memory};
 use crate::options::Options;
+use crate::process;
 use flashtile::{CacheDesc, KvCache, KvCacheExt, SeqId, SequencesRef, StepTensors};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use self_cell::{MutBorrow, self_cell};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// A sequence of a cache.
 #[pyclass(frozen, eq, hash, module = "flashtile")]
@@ -37,17 +38,18 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    fn with<T>(
-        &self,
-        py: Python<'_>,
-        run: impl Send + FnOnce(&mut KvCache) -> flashtile::Result<T>,
-    ) -> PyResult<T>
-    where
-        T: Send,
-    {
-        // A thread that waits for the lock must not keep the interpreter from the one that has it.
-        let result = py.detach(|| lock(&self.home).as_mut().map(run));
-        result.ok_or_else(open)?.map_err(refused)
+    fn with<T>(&self, py: Python<'_>, run: impl FnOnce(&mut KvCache) -> flashtile::Result<T>) -> PyResult<T> {
+        process::check()?;
+        // The interpreter is kept as long as the lock, so that no other thread forks meanwhile. A thread that waits for the lock gives the
+        // interpreter to the one that has it.
+        let mut home = loop {
+            match self.home.try_lock() {
+                Ok(home) => break home,
+                Err(TryLockError::Poisoned(home)) => break home.into_inner(),
+                Err(TryLockError::WouldBlock) => py.detach(|| drop(lock(&self.home))),
+            }
+        };
+        home.as_mut().map(run).ok_or_else(open)?.map_err(refused)
     }
 }
 
@@ -111,7 +113,7 @@ impl Cache {
 
     /// Begins a step: takes the cache from its place until the step ends.
     fn step(&self, py: Python<'_>, batch: Vec<(Py<Sequence>, usize)>) -> PyResult<Step> {
-        check_process()?;
+        process::compute()?;
         let batch: Vec<(SeqId, usize)> =
             batch.iter().map(|(sequence, tokens)| (sequence.get().0, *tokens)).collect();
         let home = Arc::clone(&self.home);
@@ -152,6 +154,7 @@ pub(crate) struct Step {
 impl Step {
     /// Ends the step, and puts the cache back.
     fn end(&self, keep: bool) -> PyResult<()> {
+        process::check()?;
         let mut running = lock(&self.running).take().ok_or_else(ended)?;
         let result = running.with_dependent_mut(|_, step| match step.take() {
             Some(step) if keep => step.finish(),
@@ -177,6 +180,7 @@ impl Step {
         make: &Bound<'_, PyAny>,
     ) -> PyResult<Results> {
         let py = make.py();
+        process::check()?;
         let axes = Axes::Packed;
         let [q, k, v, out] = &tensors;
         let options = Options::of(options)?;
@@ -216,6 +220,7 @@ impl Step {
 
     /// Queries and keys of each sequence in this step.
     fn lens(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+        process::check()?;
         py.detach(|| {
             let running = lock(&self.running);
             let step = running.as_ref().and_then(|running| running.borrow_dependent().as_ref());
@@ -229,6 +234,11 @@ impl Step {
 
 impl Drop for Step {
     fn drop(&mut self) {
+        if process::is_forked() {
+            // A thread of the parent may have been in the middle of the step.
+            std::mem::forget(self.running.get_mut().map(Option::take));
+            return;
+        }
         // A step that nobody ended gives the cache back.
         let _ = self.end(false);
     }

@@ -8,6 +8,7 @@ mod failure;
 mod memory;
 mod options;
 mod plan;
+mod process;
 mod quality;
 
 use pyo3::prelude::*;

@@ -1,6 +1,7 @@
 //! Plans as JSON.
 
 use crate::failure::refused;
+use crate::process;
 use flashtile::plan::AnyFacts;
 use flashtile::{AnyPlan, Backend, BackendName, PlanOptions, ProblemDesc};
 use pyo3::exceptions::PyValueError;
@@ -19,6 +20,10 @@ pub(crate) fn plan(
     let wrong = |error: serde_json::Error| PyValueError::new_err(error.to_string());
     let desc: ProblemDesc = serde_json::from_str(desc).map_err(wrong)?;
     let known = machine.map(known).transpose()?;
+    if known.is_none() {
+        // Counting the threads of this machine starts them.
+        process::compute()?;
+    }
     let mut options = PlanOptions::default();
     options.splits = splits;
     let planned = py.detach(|| match known {

@@ -1,14 +1,14 @@
 //! What codecs do to the keys and values of one layer.
 
-use crate::attention::check_process;
 use crate::failure::refused;
 use crate::memory::Memory;
 use crate::options::Options;
+use crate::process;
 use flashtile::codec::key_mean;
 use flashtile::quality::{
     Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, compare,
 };
-use flashtile::{Codec, Problem, ProblemDesc, TensorView};
+use flashtile::{Codec, Cpu, Problem, ProblemDesc, TensorView};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -24,7 +24,7 @@ pub(crate) fn kv_pair(
     codecs: Vec<String>,
     rows: usize,
 ) -> PyResult<String> {
-    check_process()?;
+    process::compute()?;
     let py = options.py();
     let [k, v, q] = &tensors;
     let options = Options::of(options)?;
@@ -55,6 +55,7 @@ struct Pair<'a> {
 
 impl Pair<'_> {
     fn report(&self, desc: ProblemDesc, values: &[Codec]) -> flashtile::Result<Value> {
+        Cpu::pool_threads()?;
         let problem = desc.validate()?;
         let dims = *problem.dims();
         for (tensor, expected, got) in

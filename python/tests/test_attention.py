@@ -1,5 +1,6 @@
 """`attention` over arrays of numpy, and over DLPack."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -293,19 +294,214 @@ def test_threads_give_the_same_bits(rng):
     assert all(numpy.array_equal(result, want) for result in results)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_is_told(rng):
-    q, k, v = qkv(rng)
-    attention(q, k, v)
+FORKED = """
+import os, signal, sys, numpy as np, flashtile
+x = np.ones((1, 8, 300, 64), np.float32)
+row = np.ones((300, 8, 64), np.float32)
+cache = flashtile.KvCache(layers=1, kv_heads=8, head_dim=64, k="f32", v="f32", pages=64)
+seq = cache.create()
+def step():
+    open = cache.step([(seq, 300)])
+    open.attend(0, row, row, row)
+    return open
+def attend():
+    held.attend(0, row, row, row)
+def dropped():
+    global held
+    held = None
+    raise RuntimeError("forked off")
+calls = {
+    "attention": lambda: flashtile.attention(x, x, x),
+    "plan": lambda: flashtile.plan(heads=8, q_len=300, head_dim=64),
+    "kv_report": lambda: flashtile.kv_report({"k": x, "v": x, "q": x}, codecs=["int8"]),
+    "step": step,
+    "attend": attend,
+    "finish": lambda: held.finish(),
+    "cancel": lambda: held.cancel(),
+    "lens": lambda: held.lens(),
+    "len": lambda: cache.len(seq),
+    "create": lambda: cache.create(),
+    "memory": lambda: cache.memory(),
+    "drop": dropped,
+}
+held = calls[sys.argv[1]]() if sys.argv[1] != "nothing" else None
+if sys.argv[2:] == ["multiprocessing"]:
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            pool.apply(flashtile.attention, (x, x, x))
+        except RuntimeError as error:
+            print("told" if "forked off" in str(error) else error)
+    sys.exit()
+for name in sys.argv[2:]:
     pid = os.fork()
     if pid == 0:
+        signal.alarm(20)
         try:
-            attention(q, k, v)
+            calls[name]()
         except RuntimeError as error:
             os._exit(3 if "forked off" in str(error) else 4)
-        os._exit(5)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    print(name, {0: "done", 3: "told"}.get(os.waitstatus_to_exitcode(status), status))
+if held is not None and sys.argv[1] == "step":
+    held.finish()
+    print("finished", cache.len(seq))
+"""
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+
+
+def forked(before, *after):
+    """What a process is told that was forked off after a call."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, before, *after], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split("\n")[:-1]
+
+
+@needs_fork
+@pytest.mark.parametrize("before", ["attention", "plan", "kv_report"])
+def test_a_forked_process_is_told(before):
+    """Whatever started the threads, and whatever needs them or waits for them."""
+    after = ["attention", "plan", "kv_report", "step", "len", "create", "memory"]
+    assert forked(before, *after) == [f"{name} told" for name in after]
+
+
+@needs_fork
+def test_a_process_forked_within_a_step_is_told():
+    after = ["attend", "finish", "cancel", "lens", "drop", "len", "attention"]
+    assert forked("step", *after) == [f"{name} told" for name in after] + ["finished 300"]
+
+
+@needs_fork
+def test_processes_that_are_forked_before_compute():
+    """A cache that is made and read, but computed nothing, starts no threads."""
+    after = ["attention", "plan", "kv_report", "step", "len"]
+    assert forked("nothing", *after) == [f"{name} done" for name in after]
+    assert forked("attention", "multiprocessing") == ["told"]
+
+
+def test_threads_that_cannot_start_are_an_error():
+    """Stacks for which there is no memory stand for a limit of processes."""
+    program = """
+import numpy as np, flashtile
+x = np.ones((1, 8, 300, 64), np.float32)
+cache = flashtile.KvCache(layers=1, kv_heads=8, head_dim=64, k="f32", v="f32", pages=64)
+row = np.ones((300, 8, 64), np.float32)
+def step():
+    with cache.step([(cache.create(), 300)]) as step:
+        step.attend(0, row, row, row)
+for call in (lambda: flashtile.attention(x, x, x), step, lambda: flashtile.kv_report({"k": x, "v": x}, codecs=["int8"]), lambda: flashtile.attention(x, x, x)):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    environment = os.environ | {"RUST_MIN_STACK": str(1 << 46), "RAYON_NUM_THREADS": "2"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=200)
+    lines = ran.stdout.split("\n")[:-1]
+    assert len(lines) == 4 and all(line.startswith("RuntimeError the threads of the pool cannot start: ") for line in lines), ran
+    assert "panicked" not in ran.stderr, ran.stderr
+
+
+class Unit(numpy.ndarray):
+    """An array whose elements are not all that it says."""
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "out", "sinks", "alibi_slopes", "kv_lens"])
+def test_arrays_that_say_more_than_their_elements(rng, name):
+    q, k, v = qkv(rng)
+    given = {"q": q, "k": k, "v": v, "mask": numpy.zeros((33, 33), numpy.float32), "out": numpy.empty_like(q), "kv_lens": numpy.array([33, 20])}
+    given |= {"sinks": numpy.zeros(4, numpy.float32), "alibi_slopes": numpy.zeros(4, numpy.float32), "q_offset": 0}
+    attention(**given)
+    with pytest.raises(TypeError, match=rf"{name} is a numpy.*MaskedArray, .* would be lost: fill it, and give what it hides by mask"):
+        attention(**(given | {name: numpy.ma.masked_array(given[name], mask=False)}))
+    with pytest.raises(TypeError, match=rf"{name} is a .*Unit, .* would be lost: give .view\(numpy.ndarray\)"):
+        attention(**(given | {name: given[name].view(Unit)}))
+
+
+def test_arrays_that_are_their_elements(rng, tmp_path):
+    q, k, v = qkv(rng)
+    kept = numpy.memmap(tmp_path / "k", numpy.float32, "w+", shape=k.shape)
+    kept[:] = k
+    mask = numpy.asmatrix(rng.random((33, 33)) < 0.5)
+    assert numpy.array_equal(attention(q, kept, v, mask=mask), attention(q, k, v, mask=numpy.asarray(mask)))
+    with pytest.raises(TypeError, match="q is .*f4.*, expected float32"):
+        attention(numpy.zeros(q.shape, [("x", "f4")]).view(numpy.recarray), k, v)
+
+
+class Interface:
+    """An object that says where its memory is, whatever that is."""
+
+    def __init__(self, array, **fields):
+        self.array, self.dtype = array, array.dtype
+        self.__array_interface__ = {**array.__array_interface__, **fields}
+
+
+def test_interfaces_that_say_anything(rng):
+    q, k, v = qkv(rng)
+    assert numpy.array_equal(attention(q, Interface(k), v), attention(q, k, v))
+    for error, refusal, fields in (
+        (TypeError, "k is float32, expected float32, float16 or bfloat16", {"typestr": "\u03c0f4"}),
+        (TypeError, "k is float32, expected", {"typestr": ""}),
+        (TypeError, "k is float32, expected", {"typestr": "<\u03c0"}),
+        (BufferError, "k has shape .* and no memory", {"data": (0, False)}),
+        (BufferError, "k.__array_interface__ has no address in data", {"data": b"bytes"}),
+        (BufferError, "k.__array_interface__ has no data", {"data": None}),
+        (TypeError, "k hides elements by a mask of its own", {"mask": numpy.ones(k.shape, bool)}),
+        (BufferError, "shape times strides is not addressable", {"data": (1 << 62, False), "shape": (1 << 40, 1 << 40, 9, 9)}),
+        (BufferError, "k has strides .* of shape", {"strides": (4,)}),
+        (ValueError, "k has 65 axes", {"shape": (1,) * 65}),
+        (OverflowError, "negative", {"shape": (-1, 2, 33, 32)}),
+    ):
+        with pytest.raises(error, match=refusal):
+            attention(q, Interface(k, **fields), v)
+
+
+class DlTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def test_capsules_that_say_anything(rng):
+    q, k, v = qkv(rng)
+    numbers, make = ctypes.c_int64 * 4, ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+    def capsule(**fields):
+        shape = numbers(*k.shape)
+        known = {"data": k.ctypes.data, "device": (1, 0), "ndim": 4, "code": 2, "bits": 32, "lanes": 1, "shape": shape}
+        tensor = DlTensor(**(known | fields))
+        capsules.append(tensor)
+        return make(ctypes.addressof(tensor), b"dltensor", None)
+
+    capsules = []
+    assert numpy.array_equal(attention(q, capsule(), v), attention(q, k, v))
+    for error, refusal, fields in (
+        (BufferError, "k has shape .* and no memory", {"data": None}),
+        (BufferError, "k has shape .* and no memory", {"data": None, "byte_offset": 64}),
+        (BufferError, "k has 4 axes, and no shape", {"shape": None}),
+        (BufferError, "k has -1 axes", {"ndim": -1}),
+        (BufferError, "k has 2147483647 axes", {"ndim": 2147483647}),
+        (BufferError, "k has offset .*, which is not addressable", {"byte_offset": (1 << 64) - 1}),
+        (BufferError, "k has shape .*-1", {"shape": numbers(2, 2, -1, 32)}),
+        (BufferError, "not addressable", {"shape": numbers(1 << 40, 1 << 40, 2, 32)}),
+        (BufferError, "not addressable", {"strides": numbers(1 << 62, 1 << 62, 32, 1)}),
+        (BufferError, "expected none below 0", {"strides": numbers(-64, 32, 32, 1)}),
+        (TypeError, "k is float32x4", {"lanes": 4}),
+        (TypeError, "k is an unknown type", {"code": 77}),
+        (BufferError, "k is on a device of DLPack type 99", {"device": (99, 0)}),
+    ):
+        with pytest.raises(error, match=refusal):
+            attention(q, capsule(**fields), v)
 
 
 def test_names():

@@ -1,6 +1,8 @@
 """`KvCache` and its steps."""
 
 import gc
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -183,3 +185,20 @@ def test_errors(rng):
         step.attend(2, *layer)
     with pytest.raises(ValueError, match=r"q has shape .* expected \(total, heads, dim\)"), cache.step([(seq, 3)]) as step:
         step.attend(0, layer[0][None], *layer[1:])
+
+
+def test_a_cache_without_memory():
+    """Each layout, where the process may have 4 GiB."""
+    resource = pytest.importorskip("resource")
+    program = """
+import resource, flashtile
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+for layout in ({"pages": 1000000}, {"layout": "contiguous", "slots": 100, "capacity": 100000}, {"layout": "ring", "slots": 100, "capacity": 100000}):
+    try:
+        flashtile.KvCache(32, 8, 128, **layout)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    assert resource
+    lines = subprocess.check_output([sys.executable, "-c", program], text=True).split("\n")[:-1]
+    assert len(lines) == 3 and all(line.startswith("MemoryError no memory for ") for line in lines), lines
