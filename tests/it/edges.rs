@@ -659,7 +659,7 @@ fn underflowing(dtype: Dtype, [q_len, kv_len, at]: [usize; 3], score: f32) -> Ca
 
 #[test]
 fn an_infinite_value_whose_probability_underflows_stays_infinite() {
-    // Native CUDA kernels have no number as small.
+    // In native CUDA kernels they are NaN.
     let simulators = [SimulatorRunner::new(), SimulatorRunner::prefill()];
     let shapes =
         [[1, 2, 0], [1, 40, 3], [9, 40, 39], [1, 600, 3], [1, 600, 590], [40, 600, 3], [40, 600, 590]];
