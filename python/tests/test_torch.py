@@ -91,7 +91,7 @@ def test_meta_tensors_beside_others_are_refused(qkv, name):
         del given["alibi_slopes"]
         given[name] = torch.tensor([33, 20])
     given[name] = given[name].to("meta")
-    with pytest.raises(BufferError, match=f"{name} is on meta, expected cpu"):
+    with pytest.raises(BufferError, match=f"{name} is on meta"):
         attention(**given)
     with pytest.raises(BufferError, match=f"{name} is on meta, expected cpu"):
         torch.ops.flashtile.attention(**given)
