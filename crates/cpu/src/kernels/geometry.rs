@@ -96,7 +96,7 @@ impl<'a> TaskState<'a> {
 
     /// Chooses how keys and values are read.
     ///
-    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from those of
+    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from products of
     /// decoded rows, so the choice must not depend on how rows are cut into tasks. Integer products take any number of rows. For others, the
     /// rows of the whole sequence decide, and a plan with shared prefixes packs all codes. Codes that no products take are packed however few
     /// the rows are.

@@ -144,7 +144,7 @@ pub(crate) struct Kernels {
 pub(crate) struct CodePhases {
     /// Whether rows of a coder and a dimension can be multiplied.
     pub(crate) takes: fn(&Coder, usize) -> bool,
-    /// Whether they take tasks of any number of rows, or those of sequences with few.
+    /// Whether tasks may have any number of rows; else their sequences have few.
     pub(crate) takes_any_rows: bool,
     pub(crate) set_queries: unsafe fn(&TaskState<'_>),
     pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),

@@ -120,10 +120,8 @@ impl CpuPlan {
         let integers = has_integer_products(problem, isa);
         let row_step = if integers { STREAM_ROWS } else { tile.rows };
         // Rows whose scores of one block fill about half of the first-level cache; of integer products, as many as they take.
-        let tile_rows = match integers {
-            true => STREAM_ROWS,
-            false => (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(row_step),
-        };
+        let l1_rows = if integers { STREAM_ROWS } else { facts.l1d / 2 / (BLOCK_K * 4) };
+        let tile_rows = l1_rows.clamp(STREAM_ROWS, 48).next_multiple_of(row_step);
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
