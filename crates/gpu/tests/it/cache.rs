@@ -11,7 +11,7 @@ use flashtile_gpu::kernels::encode::append;
 use flashtile_gpu::kernels::formats::hadamard_order;
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{DeviceMemory, Instance, ScalarType, bf16};
+use flashtile_kernel::{Instance, ScalarType, bf16};
 use flashtile_testkit::{CacheTwins, Rng};
 
 /// Encoder and decoder of f32 rows.

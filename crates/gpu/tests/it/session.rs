@@ -17,7 +17,7 @@ use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTables};
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::cuda::Gpu;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Device, DeviceMemory, HostAccess, Span, View};
+use flashtile_kernel::{Device, HostAccess, Span, View};
 use flashtile_testkit::Rng;
 
 fn random(rng: &mut Rng, len: usize) -> Vec<f32> {
