@@ -8,10 +8,21 @@ _ARRAYS = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
 # Options that are numbers or lists of them.
 NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens")
 
+_tensors = None
+
 
 def is_torch(x):
     """Whether something is a tensor of PyTorch, which need not be installed."""
     return hasattr(x, "__torch_function__")
+
+
+def tensors():
+    """The module for tensors of PyTorch, which is imported where there are some."""
+    global _tensors
+    # An import statement takes as long as a small problem, each time.
+    if _tensors is None:
+        from . import _tensors
+    return _tensors
 
 
 def numpy_dtype(like):
@@ -29,15 +40,11 @@ def numpy_dtype(like):
 def maker(like):
     """A function that makes a result, and what is lent of it: `out` in the dtype of `like`, `lse` in float32."""
     if is_torch(like):
-        import torch
-
-        make = lambda name, shape: torch.empty(shape, dtype=like.dtype if name == "out" else torch.float32, device=like.device)
-    else:
-        make = lambda name, shape: numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
+        return tensors().maker(like)
 
     def made(name, shape):
-        result = make(name, shape)
-        return result, lent(name, result)
+        result = numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
+        return result, result
 
     return made
 
@@ -45,9 +52,7 @@ def maker(like):
 def lent(name, x):
     """What the extension module reads the memory of an argument from."""
     if is_torch(x):
-        from . import _tensors
-
-        return _tensors.lent(name, x)
+        return tensors().lent(name, x)
     check_array(name, x)
     return x
 
@@ -59,9 +64,7 @@ def numbers(name, x):
             if not isinstance(each, (int, float)):
                 numbers(name, each)
     elif is_torch(x):
-        from . import _tensors
-
-        _tensors.readable(name, x)
+        tensors().readable(name, x)
     else:
         check_array(name, x)
     return x
@@ -78,7 +81,5 @@ def check_array(name, x):
 def written(x):
     """What a call gives that was told to write to x."""
     if is_torch(x):
-        from . import _tensors
-
-        _tensors.count_write(x)
+        tensors().count_write(x)
     return x

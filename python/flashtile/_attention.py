@@ -3,6 +3,8 @@
 from . import _flashtile
 from ._arrays import NUMBERS, is_torch, lent, maker, numbers, written
 
+_torch = None
+
 
 def attention(
     q,
@@ -75,8 +77,10 @@ def attention(
         "return_lse": return_lse,
     }
     if is_torch(q):
-        from . import _torch
-
+        global _torch
+        # An import statement takes as long as a small problem, each time.
+        if _torch is None:
+            from . import _torch
         return _torch.attention(q, k, v, options, out)
     options["mask"] = lent("mask", mask)
     for name in NUMBERS:

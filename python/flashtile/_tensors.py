@@ -84,8 +84,30 @@ def lent(name, x):
     elements = readable(name, x)
     if name == "out" and elements is not x:
         raise BufferError("out is a lazy view, whose memory holds other values than it: give memory of its own")
-    available = elements.untyped_storage().nbytes() - elements.storage_offset() * elements.itemsize
-    return to_dlpack(elements.detach()), max(available, 0)
+    return lend_plain(name, elements)
+
+
+def lend_plain(_, x):
+    """`lent` of a tensor of which `is_plain` and `needs_grad` are known."""
+    available = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize
+    # DLPack takes no tensor that says that it requires a gradient, also where none is recorded.
+    return to_dlpack(x.detach() if x.requires_grad else x), max(available, 0)
+
+
+def maker(like):
+    """As `_arrays.maker`, of tensors."""
+
+    def made(name, shape):
+        if name == "lse":
+            result = like.new_empty(shape, dtype=torch.float32)
+        elif like.shape == tuple(shape):
+            # Half of the time that `new_empty` takes, which is a part of a small call.
+            result = torch.empty_like(like, memory_format=torch.contiguous_format)
+        else:
+            result = like.new_empty(shape)
+        return result, lend_plain(name, result)
+
+    return made
 
 
 def count_write(x):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
 from ._arrays import NUMBERS, lent, maker, numbers, written
-from ._tensors import check, check_tangent, is_plain, needs_grad
+from ._tensors import check, check_tangent, is_plain, lend_plain
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -18,9 +18,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def attention(q, k, v, options, out=None):
     """`flashtile.attention` where q is a tensor of PyTorch."""
     named = {"q": q, "k": k, "v": v, "mask": options["mask"], "alibi_slopes": options["alibi_slopes"], "sinks": options["sinks"]}
-    if out is not None or _only_computes(named):
-        made, lse = _call(q, k, v, options, out)
-        made = made if out is None else written(out)
+    if out is not None:
+        _, lse = _call(q, k, v, options, out)
+        made = written(out)
+    elif _only_computes(named):
+        made, lse = _call(q, k, v, options, lend=lend_plain)
     else:
         if not _is_traced():
             _check(named, options)
@@ -38,11 +40,12 @@ def _only_computes(named):
     be an operator then, whose dispatch costs as much as a small problem."""
     if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
+    records = torch.is_grad_enabled()
     for name, x in named.items():
-        if isinstance(x, Tensor):
-            if type(x) not in _PLAIN or not is_plain(x) or needs_grad(x):
+        if type(x) in _PLAIN:
+            if (records and x.requires_grad) or not is_plain(x):
                 return False
-        elif name in ("k", "v"):
+        elif isinstance(x, Tensor) or name in ("k", "v"):
             return False
     return True
 
@@ -66,11 +69,14 @@ def _check_devices(named):
             raise BufferError(f'{name} is on {x.device}, expected {expected}: move it, as .to("{expected}") does')
 
 
-def _call(q, k, v, options, out=None):
-    options = options | {"mask": lent("mask", options["mask"])}
+def _call(q, k, v, options, out=None, lend=lent):
+    """Computes; `lend(name, x)` gives what the extension module reads a tensor from."""
     for name in NUMBERS:
-        numbers(name, options[name])
-    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
+        if options[name] is not None:
+            numbers(name, options[name])
+    if options["mask"] is not None:
+        options = options | {"mask": lend("mask", options["mask"])}
+    tensors = [lend("q", q), lend("k", k), lend("v", v), None if out is None else lent("out", out)]
     if q.is_cuda:
         from . import _cuda
 

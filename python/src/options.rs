@@ -6,7 +6,7 @@ use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibi
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 
 /// How tensors divide into sequences.
 enum Lengths {
@@ -63,15 +63,20 @@ pub(crate) struct Options {
 }
 
 /// The value of a key, unless it is missing or `None`.
-fn value<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+fn value<'py>(dict: &Bound<'py, PyDict>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
     Ok(dict.get_item(name)?.filter(|value| !value.is_none()))
 }
 
-fn extract<'py, T>(dict: &Bound<'py, PyDict>, name: &str, expected: &str) -> PyResult<Option<T>>
+fn extract<'py, T>(
+    dict: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyString>,
+    expected: &str,
+) -> PyResult<Option<T>>
 where
     T: for<'a> FromPyObject<'a, 'py>,
 {
-    let of = |value: Bound<'py, PyAny>| value.extract().map_err(|_| wrong(name, &value, expected));
+    let of =
+        |value: Bound<'py, PyAny>| value.extract().map_err(|_| wrong(&name.to_string(), &value, expected));
     value(dict, name)?.map(of).transpose()
 }
 
@@ -82,12 +87,14 @@ fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 
 impl Options {
     pub(crate) fn of(dict: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let stream = extract(dict, "stream", "a device and a handle")?;
+        let py = dict.py();
+        let stream = extract(dict, intern!(py, "stream"), "a device and a handle")?;
         let stream = stream.map(|(device, handle)| Stream { device, handle });
         let numbers = |name: &'static str| {
-            value(dict, name)?.map(|value| Numbers::of(name, &value, stream)).transpose()
+            let value = value(dict, &PyString::intern(py, name))?;
+            value.map(|value| Numbers::of(name, &value, stream)).transpose()
         };
-        let lengths = match (value(dict, "kv_lens")?, value(dict, "cu_seqlens")?) {
+        let lengths = match (value(dict, intern!(py, "kv_lens"))?, value(dict, intern!(py, "cu_seqlens"))?) {
             (Some(_), Some(_)) => {
                 return Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"));
             }
@@ -97,17 +104,23 @@ impl Options {
         };
         let number = "a number";
         Ok(Self {
-            causal: extract(dict, "causal", "True or False")?.unwrap_or_default(),
-            window: window(extract(dict, "window", "two integers, (left, right)")?.unwrap_or((-1, -1)))?,
-            q_offset: value(dict, "q_offset")?.map(|value| q_offset(&value)).transpose()?,
-            scale: extract(dict, "scale", number)?,
-            softcap: extract(dict, "softcap", number)?,
-            mask: value(dict, "mask")?.map(|mask| Memory::on(stream, "mask", &mask)).transpose()?,
+            causal: extract(dict, intern!(py, "causal"), "True or False")?.unwrap_or_default(),
+            window: window(
+                extract(dict, intern!(py, "window"), "two integers, (left, right)")?.unwrap_or((-1, -1)),
+            )?,
+            q_offset: value(dict, intern!(py, "q_offset"))?.map(|value| q_offset(&value)).transpose()?,
+            scale: extract(dict, intern!(py, "scale"), number)?,
+            softcap: extract(dict, intern!(py, "softcap"), number)?,
+            mask: value(dict, intern!(py, "mask"))?
+                .map(|mask| Memory::on(stream, "mask", &mask))
+                .transpose()?,
             alibi_slopes: numbers("alibi_slopes")?,
             sinks: numbers("sinks")?,
             lengths,
-            layout: layout(extract::<String>(dict, "layout", "a name")?.as_deref().unwrap_or("bhsd"))?,
-            lse: extract(dict, "return_lse", "True or False")?.unwrap_or_default(),
+            layout: layout(
+                extract::<String>(dict, intern!(py, "layout"), "a name")?.as_deref().unwrap_or("bhsd"),
+            )?,
+            lse: extract(dict, intern!(py, "return_lse"), "True or False")?.unwrap_or_default(),
             stream,
         })
     }

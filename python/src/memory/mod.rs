@@ -101,16 +101,17 @@ impl Memory {
         object: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let py = object.py();
-        if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
-            return Self::of_array(name, object, interface.cast::<PyDict>()?);
-        }
-        if let Ok(capsule) = object.cast::<PyCapsule>() {
-            return Self::of_capsule(stream, name, capsule, None);
-        }
+        // Kinds that a type tells come first: an attribute that is missing costs an exception, and its text.
         if let Ok(lent) = object.cast::<PyTuple>() {
             // A capsule, and the bytes that the storage has from the first element on.
             let (capsule, available): (Bound<'_, PyCapsule>, usize) = lent.extract()?;
             return Self::of_capsule(stream, name, &capsule, Some(available));
+        }
+        if let Ok(capsule) = object.cast::<PyCapsule>() {
+            return Self::of_capsule(stream, name, capsule, None);
+        }
+        if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
+            return Self::of_array(name, object, interface.cast::<PyDict>()?);
         }
         if object.hasattr(intern!(py, "__dlpack__"))? {
             return Self::of_dlpack(stream, name, object);
