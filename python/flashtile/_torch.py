@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
@@ -38,7 +39,7 @@ def _is_traced():
 def _only_computes(named):
     """Whether nobody records this call: neither a graph, nor autograd, nor a mode, a transform or a kind of tensor of PyTorch. It need not
     be an operator then, whose dispatch costs as much as a small problem."""
-    if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     records = torch.is_grad_enabled()
     for name, x in named.items():
