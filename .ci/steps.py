@@ -572,6 +572,7 @@ def python():
     # Clippy and this profile share build scripts and procedural macros.
     wheel(interpreter, "dev")
     pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py", "test_docs.py")
+    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
 @step("models", "Python: families of models of Hugging Face transformers, by the same wheel")
@@ -579,7 +580,6 @@ def models():
     interpreter = virtual("transformers", WHEEL + MODELS_OF)
     wheel(interpreter, "dev")
     return sweep(interpreter, "--part")
-    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
 @step("gpu", "tests on a CUDA device")
