@@ -2,7 +2,7 @@
 
 use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::codec::{CodePages, MAX_NORM, Side, key_mean};
-use flashtile::plan::machines;
+use flashtile::plan::{Isa, machines};
 use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CudaPlan, Dtype, HeadShape, KernelChoice,
@@ -361,6 +361,42 @@ fn a_snapshot_is_restored_over_its_own_mean_only() {
     let mut fresh = cache_with(desc, centered.key_mean(0).unwrap());
     let seq = fresh.restore(&centered).unwrap();
     assert_eq!(contents(&fresh, seq), rows);
+}
+
+/// Codes that are multiplied in integers where the machine has the instructions, and decoded elsewhere.
+#[test]
+fn a_row_over_codes_has_the_same_bits_among_any_number_of_rows() {
+    let (heads, dim, tokens, most) = (4, 128, 300, 40);
+    let (k, v) = (rows(1, [tokens, 2, dim]), rows(2, [tokens, 2, dim]));
+    let q = rows(3, [most, heads, dim]);
+    for codec in codecs().into_iter().filter(|codec| codec.is_integer()) {
+        let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: dim, value_dim: dim };
+        let layout = CacheLayout::Paged { pages: 20, page_size: 16 };
+        let mut cache = KvCache::new(CacheDesc::new(layout, shape, codec)).unwrap();
+        let seq = cache.create().unwrap();
+        append(&mut cache, seq, &k, &v).unwrap();
+        let tables = cache.tables(&[seq]).unwrap();
+        let last = |cpu: Cpu, count: usize| {
+            let lens = SeqLens { q_len: count, kv_len: tokens };
+            let mut desc = ProblemDesc::over(cache.desc(), heads, Dtype::F32, &[lens]);
+            (desc.visibility, desc.q_offset) = (Visibility::causal(), Some(QOffset::BottomRight));
+            let plan = cpu.plan(&desc.validate().unwrap(), PlanOptions::default()).unwrap();
+            let q = TensorView::packed(&q[(most - count) * heads * dim..], [count, heads, dim]).unwrap();
+            let mut out = vec![f32::NAN; count * heads * dim];
+            let view = TensorViewMut::packed(&mut out, [count, heads, dim]).unwrap();
+            let inputs = cache.inputs(0, q, &tables).unwrap();
+            cpu.run(&plan, &inputs, &mut Outputs::new(view), &mut plan.workspace()).unwrap();
+            out[(count - 1) * heads * dim..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        // Few rows multiply codes of a byte in f32 where AVX-512 has no integers, in another order than decoded codes.
+        for isa in Cpu::isas().into_iter().filter(|isa| (*isa, codec) != (Isa::Avx512, Codec::Int8)) {
+            let cpu = Cpu::with_isa(isa).unwrap();
+            let alone = last(cpu, 1);
+            for count in [2, 8, 9, 17, most] {
+                assert!(last(cpu, count) == alone, "{codec}, {isa}, {count} rows");
+            }
+        }
+    }
 }
 
 /// Attention of a query of four heads over each sequence of a batch; the bits of the last one.
