@@ -104,7 +104,7 @@ impl Row<'_> {
         row_of(&self.cx.inputs.v, self.place(j))
     }
 
-    /// Whether the value of a key may have an infinity or a NaN.
+    /// True where the value of a key may have an infinity or a NaN.
     fn has_nonfinite_value(&self, j: usize) -> bool {
         match &self.cx.inputs.v {
             KvView::Elements(view) => has_nonfinite(view, self.place(j)),
@@ -190,7 +190,7 @@ fn row_of(of: &KvView<'_>, Place { head, entry, row }: Place) -> [f64; MAX_HEAD_
     x
 }
 
-/// Whether a row of elements has an infinity or a NaN.
+/// True where a row of elements has an infinity or a NaN.
 fn has_nonfinite(view: &TensorView<'_>, Place { head, entry, row }: Place) -> bool {
     let bytes = view.row_bytes([entry, head, row]);
     // Exponents of all ones.

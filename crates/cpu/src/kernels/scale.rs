@@ -38,13 +38,13 @@ impl ScaleFactors {
     }
 }
 
-/// Whether a query can be scaled whose largest magnitude this makes.
+/// True where a query can be scaled to this largest magnitude.
 #[inline(always)]
 fn is_plain(scaled: f32) -> bool {
     (MIN_SCALED..=f32::MAX).contains(&scaled)
 }
 
-/// Whether a scaled query of `len` elements has its digits: no finite element has become infinite, and they are not all too small.
+/// True where a scaled query of `len` elements keeps its digits: no finite element has become infinite, and they are not all too small.
 ///
 /// # Safety
 /// As [`Simd`]; the row has the elements.

@@ -144,7 +144,7 @@ pub(crate) struct Kernels {
 pub(crate) struct CodePhases {
     /// Whether rows of a coder and a dimension can be multiplied.
     pub(crate) takes: fn(&Coder, usize) -> bool,
-    /// Whether tasks may have any number of rows; else their sequences have few.
+    /// True where tasks may have any number of rows; else their sequences have few.
     pub(crate) takes_any_rows: bool,
     pub(crate) set_queries: unsafe fn(&TaskState<'_>),
     pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),
@@ -216,7 +216,7 @@ pub(crate) struct TaskState<'a> {
     /// How keys and values are read.
     pub(super) k_path: Path,
     pub(super) v_path: Path,
-    /// Whether the packed query of some row has another factor than the scale of the scores
+    /// Set once the packed query of some row has another factor than the scale of the scores
     /// ([`ScaleFactors`](super::scale::ScaleFactors)).
     pub(super) splits_scale: Cell<bool>,
 }

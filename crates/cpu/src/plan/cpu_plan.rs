@@ -361,7 +361,7 @@ pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
     isa.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
 }
 
-/// Whether an instruction set multiplies the codes of keys or of values in integers.
+/// True where an instruction set multiplies the codes of keys or of values in integers.
 fn has_integer_products(problem: &Problem, isa: Isa) -> bool {
     let dims = problem.dims();
     let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
@@ -406,7 +406,7 @@ struct ScratchSizes {
     /// Keys of a packed panel.
     panel: usize,
     quantized: bool,
-    /// Whether codes are multiplied in integers.
+    /// True where codes are multiplied in integers.
     integers: bool,
 }
 

@@ -17,7 +17,7 @@ use flashtile_core::codec::{Coder, RowLayout};
 ///   [`CodeProducts::values`], the probabilities of the tile are there.
 /// - The keys and values of the tile's columns exist.
 pub(crate) trait CodeProducts<S: Simd> {
-    /// Whether a task may have any number of rows; else its sequence has at most as many as a tile.
+    /// True where a task may have any number of rows; else its sequence has at most as many as a tile.
     const TAKES_ANY_ROWS: bool;
 
     /// Whether rows of `dim` codes can be multiplied.

@@ -52,7 +52,7 @@ pub(crate) trait Products<S: Simd>: 'static {
     const DEPTH_STEP: usize;
     /// Keys that `p . v` takes at once: it runs over whole multiples, in which other keys have probability and value 0.
     const KEY_STEP: usize;
-    /// Whether packed queries have the scale, so that [`Products::scale_of_scores`] is 1.
+    /// True where packed queries have the scale, so that [`Products::scale_of_scores`] is 1.
     const SCALES_QUERIES: bool;
     /// Multiply-adds of a round of [`Products::peak_loop`].
     const PEAK_ROUND: usize;
