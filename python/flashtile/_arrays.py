@@ -6,7 +6,7 @@ import numpy
 _ARRAYS = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
 
 # Options that are numbers or lists of them.
-NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens")
+_NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens")
 
 _tensors = None
 
@@ -27,6 +27,8 @@ def tensors():
 
 def numpy_dtype(like):
     """The dtype of numpy with the name that the dtype of an array has."""
+    if isinstance(like, numpy.ndarray):
+        return like.dtype
     name = str(like.dtype).rpartition(".")[2]
     if name == "bfloat16":
         try:
@@ -38,13 +40,12 @@ def numpy_dtype(like):
 
 
 def maker(like):
-    """A function that makes a result, and what is lent of it: `out` in the dtype of `like`, `lse` in float32."""
+    """A function of a name and a shape that makes a result: `out` in the dtype of `like`, `lse` in float32."""
     if is_torch(like):
         return tensors().maker(like)
 
     def made(name, shape):
-        result = numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
-        return result, result
+        return numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
 
     return made
 
@@ -68,6 +69,15 @@ def numbers(name, x):
     else:
         check_array(name, x)
     return x
+
+
+def checked(options):
+    """Options whose tensors the extension module reads as what they are."""
+    for name in _NUMBERS:
+        value = getattr(options, name)
+        if value is not None:
+            numbers(name, value)
+    return options if options.mask is None else options._replace(mask=lent("mask", options.mask))
 
 
 def check_array(name, x):

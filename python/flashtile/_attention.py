@@ -1,7 +1,8 @@
 """Attention in one call."""
 
 from . import _flashtile
-from ._arrays import NUMBERS, is_torch, lent, maker, numbers, written
+from ._arrays import checked, is_torch, lent, maker, written
+from ._options import Options
 
 _torch = None
 
@@ -62,30 +63,17 @@ def attention(
         MemoryError: where there is no memory.
         RuntimeError: where threads cannot start, the process was forked off one that has them, or a GPU, its driver or its compiler failed.
     """
-    options = {
-        "causal": causal,
-        "window": window,
-        "q_offset": q_offset,
-        "scale": scale,
-        "softcap": softcap,
-        "mask": mask,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "kv_lens": kv_lens,
-        "cu_seqlens": cu_seqlens,
-        "layout": layout,
-        "return_lse": return_lse,
-    }
+    # In the order of `Options`, whose constructor takes a part of a small call.
+    options = (causal, window, q_offset, scale, softcap, mask, alibi_slopes, sinks, kv_lens, cu_seqlens, layout, return_lse, None)
     if is_torch(q):
         global _torch
         # An import statement takes as long as a small problem, each time.
         if _torch is None:
             from . import _torch
-        return _torch.attention(q, k, v, options, out)
-    options["mask"] = lent("mask", mask)
-    for name in NUMBERS:
-        numbers(name, options[name])
-    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
-    made, lse = _flashtile.attention(tensors, options, maker(q))
+        made, lse = _torch.attention(q, k, v, options, out)
+    else:
+        options = checked(Options._make(options))
+        tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
+        made, lse = _flashtile.attention(tensors, options, maker(q))
     out = made if out is None else written(out)
     return (out, lse) if return_lse else out

@@ -5,7 +5,8 @@ import json
 import numpy
 
 from . import _flashtile
-from ._arrays import lent, maker, numbers, written
+from ._arrays import checked, lent, maker, written
+from ._options import Options
 
 
 def _means(center, shape):
@@ -157,19 +158,19 @@ class Step:
         are as for `flashtile.attention`; each token sits at its place in its sequence. A mask is `(sequences, heads, longest queries,
         longest keys)`. Raises as `flashtile.attention`; a tensor that requires a gradient is refused.
         """
-        options = {
-            "causal": causal,
-            "window": window,
-            "q_offset": q_offset,
-            "scale": numbers("scale", scale),
-            "softcap": numbers("softcap", softcap),
-            "mask": lent("mask", mask),
-            "alibi_slopes": numbers("alibi_slopes", alibi_slopes),
-            "sinks": numbers("sinks", sinks),
-            "return_lse": return_lse,
-        }
+        options = Options(
+            causal=causal,
+            window=window,
+            q_offset=q_offset,
+            scale=scale,
+            softcap=softcap,
+            mask=mask,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
         tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
-        made, lse = self._step.attend(layer, tensors, options, maker(q))
+        made, lse = self._step.attend(layer, tensors, checked(options), maker(q))
         out = made if out is None else written(out)
         return (out, lse) if return_lse else out
 

@@ -3,19 +3,37 @@
 import torch
 
 from . import _flashtile
-from ._arrays import lent, maker
+from ._arrays import lent
 from ._compiler import load_compiler
+from ._options import Options
+from ._tensors import needs_grad
 
 
-def attention(q, tensors, options):
-    """What `_flashtile.attention` gives for q on a CUDA device, on its current stream. `tensors` are what is lent of q, k, v and out. Returns
-    before the work has ended."""
+def attention(tensors, options, make):
+    """What `_flashtile.attention` gives for tensors of a CUDA device, on its current stream. Returns before the work has ended."""
+    return _on_stream(_flashtile.attention, tensors, options, make)
+
+
+def attention_plain(tensors, options, make, classes, records):
+    """As `attention`, of `_flashtile.attention_plain`."""
+    options = Options._make(options)
+    if needs_grad(options.alibi_slopes) or needs_grad(options.sinks):
+        return None
+    return _on_stream(_flashtile.attention_plain, tensors, options, make, classes, records)
+
+
+def _on_stream(compute, tensors, options, *rest):
     load_compiler()
-    device = q.device
+    device = tensors[0].device
+
+    def moved(name, numbers):
+        return None if numbers is None else lent(name, torch.as_tensor(numbers, dtype=torch.float32, device=device).contiguous())
+
     # The library works in the context of the device, and leaves that to be the thread's.
     with torch.cuda.device(device):
-        options = options | {"stream": (device.index, torch.cuda.current_stream(device).cuda_stream)}
-        for name in ("alibi_slopes", "sinks"):
-            if options[name] is not None:
-                options[name] = lent(name, torch.as_tensor(options[name], dtype=torch.float32, device=device).contiguous())
-        return _flashtile.attention(tensors, options, maker(q))
+        options = options._replace(
+            alibi_slopes=moved("alibi_slopes", options.alibi_slopes),
+            sinks=moved("sinks", options.sinks),
+            stream=(device.index, torch.cuda.current_stream(device).cuda_stream),
+        )
+        return compute(tensors, options, *rest)

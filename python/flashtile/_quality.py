@@ -5,6 +5,7 @@ import re
 
 from . import _flashtile
 from ._arrays import is_torch, lent
+from ._options import Options
 
 _NAMES = {"k": "k", "key": "k", "keys": "k", "v": "v", "value": "v", "values": "v", "q": "q", "query": "q", "queries": "q"}
 _CODECS = ("f16", "bf16", "fp8", "int8", "tq6", "tq5", "tq4", "tq3", "tq2")
@@ -48,7 +49,7 @@ def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=No
 
     The command `flashtile kv` prints the same as tables and recommends a pair of codecs.
     """
-    options = {"causal": causal, "window": window, "q_offset": q_offset, "scale": scale, "softcap": softcap, "layout": layout}
+    options = Options(causal=causal, window=window, q_offset=q_offset, scale=scale, softcap=softcap, layout=layout)
     chosen = list(_CODECS if codecs is None else codecs)
     pairs = []
     for name, of in _pairs(tensors).items():

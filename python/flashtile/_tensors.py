@@ -5,13 +5,15 @@ import re
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.dlpack import to_dlpack
 
 # Dispatch keys of a tensor that is its elements in memory and nothing else, and of one whose elements are computed from memory at a read.
 _PLAIN_KEYS = {"DispatchKeySet", "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"}
 _LAZY_KEYS = {"Negative", "Conjugate", "ZeroTensor"}
 _NO_OPERATORS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 _plain = {}
+
+# Whether DLPack's exchange API describes tensors, as it does from PyTorch 2.10 on.
+_EXCHANGES = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
 def is_plain(x):
@@ -79,19 +81,12 @@ def readable(name, x):
 
 
 def lent(name, x):
-    """What the extension module reads memory from: a capsule of DLPack, as `__dlpack__` takes longer than a small problem, and the bytes that
-    the storage has from the first element on. Raises as `readable`."""
+    """A tensor that the extension module reads memory from. Raises as `readable`."""
     elements = readable(name, x)
     if name == "out" and elements is not x:
         raise BufferError("out is a lazy view, whose memory holds other values than it: give memory of its own")
-    return lend_plain(name, elements)
-
-
-def lend_plain(_, x):
-    """`lent` of a tensor of which `is_plain` and `needs_grad` are known."""
-    available = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize
-    # DLPack takes no tensor that says that it requires a gradient, also where none is recorded.
-    return to_dlpack(x.detach() if x.requires_grad else x), max(available, 0)
+    # `__dlpack__` takes no tensor that says that it requires a gradient, also where none is recorded.
+    return elements if _EXCHANGES or not elements.requires_grad else elements.detach()
 
 
 def maker(like):
@@ -99,13 +94,11 @@ def maker(like):
 
     def made(name, shape):
         if name == "lse":
-            result = like.new_empty(shape, dtype=torch.float32)
-        elif like.shape == tuple(shape):
+            return like.new_empty(shape, dtype=torch.float32)
+        if like.shape == shape and like.is_contiguous():
             # Half of the time that `new_empty` takes, which is a part of a small call.
-            result = torch.empty_like(like, memory_format=torch.contiguous_format)
-        else:
-            result = like.new_empty(shape)
-        return result, lend_plain(name, result)
+            return torch.empty_like(like)
+        return like.new_empty(shape)
 
     return made
 

@@ -9,56 +9,53 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
-from ._arrays import NUMBERS, lent, maker, numbers, written
-from ._tensors import check, check_tangent, is_plain, lend_plain
+from ._arrays import checked, lent, maker, numbers
+from ._options import Options
+from ._tensors import check, check_tangent
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(q, k, v, options, out=None):
-    """`flashtile.attention` where q is a tensor of PyTorch."""
-    named = {"q": q, "k": k, "v": v, "mask": options["mask"], "alibi_slopes": options["alibi_slopes"], "sinks": options["sinks"]}
-    if out is not None:
-        _, lse = _call(q, k, v, options, out)
-        made = written(out)
-    elif _only_computes(named):
-        made, lse = _call(q, k, v, options, lend=lend_plain)
-    else:
-        if not _is_traced():
-            _check(named, options)
-        made, lse = _operator(q, k, v, options)
-    return (made, lse) if options["return_lse"] else made
+    """`(out, lse)` of `flashtile.attention` where q is a tensor of PyTorch; lse is None where the options, a tuple, do not ask for it."""
+    if out is None:
+        return _computed(q, k, v, options) or _recorded(q, k, v, Options._make(options))
+    return _call(q, k, v, Options._make(options), out)
+
+
+def _computed(q, k, v, options):
+    """The result where nobody records this call: neither a graph, nor autograd, nor a mode, a transform or a kind of tensor of PyTorch. It
+    need not be an operator then, whose dispatch takes longer than a small problem. None where somebody does, or a tensor has no memory of its
+    own: the operator resolves it, or refuses it by its kind."""
+    if _is_traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    compute = _cuda().attention_plain if q.is_cuda else _flashtile.attention_plain
+    return compute([q, k, v, None], options, maker(q), _PLAIN, torch.is_grad_enabled())
+
+
+def _recorded(q, k, v, options):
+    """The result of the operator."""
+    if not _is_traced():
+        named = {"q": q, "k": k, "v": v, "mask": options.mask, "alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+        _check(named, options)
+    out, lse = _operator(q, k, v, options)
+    return out, lse if options.return_lse else None
 
 
 def _is_traced():
     """Whether a compiler or a mode of PyTorch looks at this call, whose tensors are stand-ins then."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
-
-
-def _only_computes(named):
-    """Whether nobody records this call: neither a graph, nor autograd, nor a mode, a transform or a kind of tensor of PyTorch. It need not
-    be an operator then, whose dispatch costs as much as a small problem."""
-    if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    records = torch.is_grad_enabled()
-    for name, x in named.items():
-        if type(x) in _PLAIN:
-            if (records and x.requires_grad) or not is_plain(x):
-                return False
-        elif isinstance(x, Tensor) or name in ("k", "v"):
-            return False
-    return True
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or is_in_torch_dispatch_mode()
 
 
 def _check(named, options):
     """Refuses arguments that the operator would not take, or whose derivatives it would lose."""
-    starts = options["cu_seqlens"]
-    lists = {"kv_lens": options["kv_lens"]} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
+    starts = options.cu_seqlens
+    lists = {"kv_lens": options.kv_lens} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
     for name, x in (named | lists).items():
         (check if isinstance(x, Tensor) else numbers)(name, x)
     for name in ("scale", "softcap"):
-        numbers(name, options[name])
+        numbers(name, getattr(options, name))
     _check_devices(named | lists)
 
 
@@ -70,49 +67,47 @@ def _check_devices(named):
             raise BufferError(f'{name} is on {x.device}, expected {expected}: move it, as .to("{expected}") does')
 
 
-def _call(q, k, v, options, out=None, lend=lent):
-    """Computes; `lend(name, x)` gives what the extension module reads a tensor from."""
-    for name in NUMBERS:
-        if options[name] is not None:
-            numbers(name, options[name])
-    if options["mask"] is not None:
-        options = options | {"mask": lend("mask", options["mask"])}
-    tensors = [lend("q", q), lend("k", k), lend("v", v), None if out is None else lent("out", out)]
-    if q.is_cuda:
-        from . import _cuda
+def _call(q, k, v, options, out=None):
+    """Computes from tensors of any kind."""
+    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
+    compute = _cuda().attention if q.is_cuda else _flashtile.attention
+    return compute(tensors, checked(options), maker(q))
 
-        return _cuda.attention(q, tensors, options)
-    return _flashtile.attention(tensors, options, maker(q))
+
+def _cuda():
+    from . import _cuda
+
+    return _cuda
 
 
 def _operator(q, k, v, options):
     """The same as an operator, whose arguments are tensors, numbers and names."""
-    q_offset = options["q_offset"]
+    q_offset = options.q_offset
     named = isinstance(q_offset, str)
-    starts = options["cu_seqlens"]
+    starts = options.cu_seqlens
     if starts is not None and not (isinstance(starts, tuple) and len(starts) == 2 and not isinstance(starts[0], int)):
         starts = (starts, starts)
     cu_seqlens_q, cu_seqlens_k = starts or (None, None)
-    left, right = options["window"]
+    left, right = options.window
     return torch.ops.flashtile.attention(
         q,
         _tensor(k, None),
         _tensor(v, None),
-        mask=_tensor(options["mask"], None),
-        alibi_slopes=_tensor(options["alibi_slopes"], torch.float32),
-        sinks=_tensor(options["sinks"], torch.float32),
-        kv_lens=_tensor(options["kv_lens"], torch.int64),
+        mask=_tensor(options.mask, None),
+        alibi_slopes=_tensor(options.alibi_slopes, torch.float32),
+        sinks=_tensor(options.sinks, torch.float32),
+        kv_lens=_tensor(options.kv_lens, torch.int64),
         cu_seqlens_q=_tensor(cu_seqlens_q, torch.int64),
         cu_seqlens_k=_tensor(cu_seqlens_k, torch.int64),
-        causal=options["causal"],
+        causal=options.causal,
         left=left,
         right=right,
         q_offset_name=q_offset if named else None,
         q_offset=None if named else q_offset,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        layout=options["layout"],
-        return_lse=options["return_lse"],
+        scale=options.scale,
+        softcap=options.softcap,
+        layout=options.layout,
+        return_lse=options.return_lse,
     )
 
 
@@ -143,20 +138,20 @@ def operator(
     return_lse: bool = False,
 ) -> Tuple[Tensor, Tensor]:
     """Out and the logsumexp, which is empty where it is not asked for."""
-    options = {
-        "causal": causal,
-        "window": (left, right),
-        "q_offset": q_offset if q_offset_name is None else q_offset_name,
-        "scale": scale,
-        "softcap": softcap,
-        "mask": mask,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "kv_lens": kv_lens,
-        "cu_seqlens": None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
-        "layout": layout,
-        "return_lse": return_lse,
-    }
+    options = Options(
+        causal=causal,
+        window=(left, right),
+        q_offset=q_offset if q_offset_name is None else q_offset_name,
+        scale=scale,
+        softcap=softcap,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_lens=kv_lens,
+        cu_seqlens=None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
+        layout=layout,
+        return_lse=return_lse,
+    )
     out, lse = _call(q, k, v, options)
     return out, q.new_empty([0], dtype=torch.float32) if lse is None else lse
 

@@ -5,20 +5,22 @@ use crate::failure::refused;
 use crate::memory::{Axes, Memory, Stream};
 use crate::options::Options;
 use crate::process;
+use crate::tensors::Plain;
 use flashtile::cuda::DeviceOutputs;
 use flashtile::{Outputs, Runner};
+use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::PyTuple;
 
 /// Out, and the logsumexp where it was asked for.
 pub(crate) type Results = (Py<PyAny>, Option<Py<PyAny>>);
 
 /// Attention. `tensors` are q, k, v and out, which may be `None`; `make(name, shape)` makes a tensor of the kind and dtype of the result,
-/// or a logsumexp of float32 where the name is `lse`, and gives it with the object that lends its memory.
+/// or a logsumexp of float32 where the name is `lse`.
 #[pyfunction]
 pub(crate) fn attention(
     tensors: [Bound<'_, PyAny>; 4],
-    options: &Bound<'_, PyDict>,
+    options: &Bound<'_, PyTuple>,
     make: &Bound<'_, PyAny>,
 ) -> PyResult<Results> {
     let py = make.py();
@@ -47,6 +49,29 @@ pub(crate) fn attention(
     Ok(made.results())
 }
 
+/// [`attention`] where all tensors are plain, `classes` and `records` as in [`Plain`]; `None` where they are not, or cannot be read.
+#[pyfunction]
+pub(crate) fn attention_plain(
+    tensors: [Bound<'_, PyAny>; 4],
+    options: &Bound<'_, PyTuple>,
+    make: &Bound<'_, PyAny>,
+    classes: &Bound<'_, PyTuple>,
+    records: bool,
+) -> PyResult<Option<Results>> {
+    if !(Plain { classes, records }.holds(&tensors, options)?) {
+        return Ok(None);
+    }
+    match attention(tensors, options, make) {
+        Err(error) if is_unreadable(make.py(), &error) => Ok(None),
+        results => results.map(Some),
+    }
+}
+
+/// Whether a tensor may have no memory, or no elements that can be listed, which PyTorch says by `RuntimeError`.
+fn is_unreadable(py: Python<'_>, error: &PyErr) -> bool {
+    error.is_instance_of::<PyBufferError>(py) || error.is_instance_of::<PyRuntimeError>(py)
+}
+
 /// Memory of the results.
 pub(crate) struct Made<'py> {
     objects: (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>),
@@ -55,25 +80,25 @@ pub(crate) struct Made<'py> {
 }
 
 impl<'py> Made<'py> {
-    /// What was given as out, or what `make` makes for a result `[batch, heads, rows, dim]`, and the same of a logsumexp that is asked for;
-    /// on the device of the options' stream.
+    /// `given`, or a tensor that `make` makes for a result `[batch, heads, rows, dim]`, and a logsumexp where the options ask for one; on the
+    /// device of the options' stream.
     pub(crate) fn new(
         given: &Bound<'py, PyAny>,
         options: &Options,
         (axes, shape): (Axes, [usize; 4]),
         make: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
-        type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
-        let new = |name: &'static str, shape| make.call1((name, shape))?.extract::<Pair<'py>>();
-        let (out, lent) = match given.is_none() {
-            true => new("out", axes.shape(shape))?,
-            false => (given.clone(), given.clone()),
+        let new = |name: &'static str, shape: &[usize]| make.call1((name, PyTuple::new(make.py(), shape)?));
+        let (out, memory) = match given.is_none() {
+            true => {
+                let out = new("out", &axes.shape(shape))?;
+                let memory = Memory::made(options.stream, "out", &out)?;
+                (out, memory)
+            }
+            false => (given.clone(), Memory::on(options.stream, "out", given)?),
         };
-        let memory = Memory::on(options.stream, "out", &lent)?;
-        let (lse, of_lse) = match options.lse.then(|| new("lse", axes.lse_shape(shape))).transpose()? {
-            Some((lse, lent)) => (Some(lse), Some(Memory::on(options.stream, "lse", &lent)?)),
-            None => (None, None),
-        };
+        let lse = options.lse.then(|| new("lse", &axes.lse_shape(shape))).transpose()?;
+        let of_lse = lse.as_ref().map(|lse| Memory::made(options.stream, "lse", lse)).transpose()?;
         Ok(Self { objects: (out, lse), out: memory, lse: of_lse })
     }
 

@@ -8,7 +8,7 @@ use crate::process;
 use flashtile::{CacheDesc, KvCache, KvCacheExt, SeqId, SequencesRef, StepTensors};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 use self_cell::{MutBorrow, self_cell};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
@@ -176,7 +176,7 @@ impl Step {
         &self,
         layer: usize,
         tensors: [Bound<'_, PyAny>; 4],
-        options: &Bound<'_, PyDict>,
+        options: &Bound<'_, PyTuple>,
         make: &Bound<'_, PyAny>,
     ) -> PyResult<Results> {
         let py = make.py();

@@ -10,6 +10,7 @@ mod options;
 mod plan;
 mod process;
 mod quality;
+mod tensors;
 
 use pyo3::prelude::*;
 
@@ -17,9 +18,11 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("OPTIONS", options::NAMES)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;
+    module.add_function(wrap_pyfunction!(attention::attention_plain, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<cache::Sequence>()?;
     module.add_class::<cache::Step>()

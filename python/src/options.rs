@@ -1,4 +1,4 @@
-//! Options of a call: a dict, whose keys are those that the Python functions document.
+//! Options of a call, as the Python functions document them.
 
 use crate::memory::{Axes, Memory, Stream};
 use flashtile::cuda::DeviceList;
@@ -6,7 +6,7 @@ use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibi
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::PyTuple;
 
 /// How tensors divide into sequences.
 enum Lengths {
@@ -62,22 +62,48 @@ pub(crate) struct Options {
     pub(crate) stream: Option<Stream>,
 }
 
-/// The value of a key, unless it is missing or `None`.
-fn value<'py>(dict: &Bound<'py, PyDict>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    Ok(dict.get_item(name)?.filter(|value| !value.is_none()))
+/// Names of the options, in the order of the tuple that holds them. The last is a pair: a CUDA device and a handle.
+pub(crate) const NAMES: [&str; 13] = [
+    "causal",
+    "window",
+    "q_offset",
+    "scale",
+    "softcap",
+    "mask",
+    "alibi_slopes",
+    "sinks",
+    "kv_lens",
+    "cu_seqlens",
+    "layout",
+    "return_lse",
+    "stream",
+];
+
+/// An option that is not `None`.
+struct Given<'py> {
+    name: &'static str,
+    value: Bound<'py, PyAny>,
 }
 
-fn extract<'py, T>(
-    dict: &Bound<'py, PyDict>,
-    name: &Bound<'py, PyString>,
-    expected: &str,
-) -> PyResult<Option<T>>
-where
-    T: for<'a> FromPyObject<'a, 'py>,
-{
-    let of =
-        |value: Bound<'py, PyAny>| value.extract().map_err(|_| wrong(&name.to_string(), &value, expected));
-    value(dict, name)?.map(of).transpose()
+impl<'py> Given<'py> {
+    fn extract<T>(self, expected: &str) -> PyResult<T>
+    where
+        T: for<'a> FromPyObject<'a, 'py>,
+    {
+        self.value.extract().map_err(|_| wrong(self.name, &self.value, expected))
+    }
+}
+
+/// The options that are not `None`.
+fn given<'py>(of: &Bound<'py, PyTuple>) -> PyResult<[Option<Given<'py>>; NAMES.len()]> {
+    if of.len() != NAMES.len() {
+        return Err(PyTypeError::new_err(format!("there are {} options, expected {NAMES:?}", of.len())));
+    }
+    let mut given = [const { None }; NAMES.len()];
+    for ((given, name), value) in given.iter_mut().zip(NAMES).zip(of) {
+        *given = (!value.is_none()).then_some(Given { name, value });
+    }
+    Ok(given)
 }
 
 fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
@@ -86,41 +112,42 @@ fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 }
 
 impl Options {
-    pub(crate) fn of(dict: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let py = dict.py();
-        let stream = extract(dict, intern!(py, "stream"), "a device and a handle")?;
+    /// The options of a tuple, in the order of [`NAMES`].
+    pub(crate) fn of(tuple: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        let [
+            causal,
+            window,
+            q_offset,
+            scale,
+            softcap,
+            mask,
+            slopes,
+            sinks,
+            kv_lens,
+            cu_seqlens,
+            layout,
+            lse,
+            stream,
+        ] = given(tuple)?;
+        let stream = stream.map(|stream| stream.extract("a device and a handle")).transpose()?;
         let stream = stream.map(|(device, handle)| Stream { device, handle });
-        let numbers = |name: &'static str| {
-            let value = value(dict, &PyString::intern(py, name))?;
-            value.map(|value| Numbers::of(name, &value, stream)).transpose()
-        };
-        let lengths = match (value(dict, intern!(py, "kv_lens"))?, value(dict, intern!(py, "cu_seqlens"))?) {
-            (Some(_), Some(_)) => {
-                return Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"));
-            }
-            (Some(lens), None) => Lengths::Padded(list("kv_lens", &lens, "a length for each batch entry")?),
-            (None, Some(starts)) => packed(&starts)?,
-            (None, None) => Lengths::Dense,
-        };
-        let number = "a number";
+        let numbers =
+            |of: Option<Given<'_>>| of.map(|of| Numbers::of(of.name, &of.value, stream)).transpose();
+        let flag = |of: Option<Given<'_>>| of.map(|of| of.extract("True or False")).transpose();
+        let number = |of: Option<Given<'_>>| of.map(|of| of.extract("a number")).transpose();
+        let pair = |of: Given<'_>| of.extract("two integers, (left, right)");
         Ok(Self {
-            causal: extract(dict, intern!(py, "causal"), "True or False")?.unwrap_or_default(),
-            window: window(
-                extract(dict, intern!(py, "window"), "two integers, (left, right)")?.unwrap_or((-1, -1)),
-            )?,
-            q_offset: value(dict, intern!(py, "q_offset"))?.map(|value| q_offset(&value)).transpose()?,
-            scale: extract(dict, intern!(py, "scale"), number)?,
-            softcap: extract(dict, intern!(py, "softcap"), number)?,
-            mask: value(dict, intern!(py, "mask"))?
-                .map(|mask| Memory::on(stream, "mask", &mask))
-                .transpose()?,
-            alibi_slopes: numbers("alibi_slopes")?,
-            sinks: numbers("sinks")?,
-            lengths,
-            layout: layout(
-                extract::<String>(dict, intern!(py, "layout"), "a name")?.as_deref().unwrap_or("bhsd"),
-            )?,
-            lse: extract(dict, intern!(py, "return_lse"), "True or False")?.unwrap_or_default(),
+            causal: flag(causal)?.unwrap_or_default(),
+            window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
+            q_offset: q_offset.map(|of| offset(&of.value)).transpose()?,
+            scale: number(scale)?,
+            softcap: number(softcap)?,
+            mask: mask.map(|of| Memory::on(stream, of.name, &of.value)).transpose()?,
+            alibi_slopes: numbers(slopes)?,
+            sinks: numbers(sinks)?,
+            lengths: lengths(kv_lens, cu_seqlens)?,
+            layout: axes(layout.map(|of| of.extract::<String>("a name")).transpose()?)?,
+            lse: flag(lse)?.unwrap_or_default(),
             stream,
         })
     }
@@ -182,6 +209,19 @@ impl Options {
     }
 }
 
+fn lengths(kv_lens: Option<Given<'_>>, cu_seqlens: Option<Given<'_>>) -> PyResult<Lengths> {
+    match (kv_lens, cu_seqlens) {
+        (Some(_), Some(_)) => {
+            Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"))
+        }
+        (Some(lens), None) => {
+            Ok(Lengths::Padded(list(lens.name, &lens.value, "a length for each batch entry")?))
+        }
+        (None, Some(starts)) => packed(&starts.value),
+        (None, None) => Ok(Lengths::Dense),
+    }
+}
+
 fn packed(starts: &Bound<'_, PyAny>) -> PyResult<Lengths> {
     let of = |of: &Bound<'_, PyAny>| {
         list("cu_seqlens", of, "the first row of each sequence, then the total, or a pair of such lists")
@@ -196,7 +236,7 @@ fn packed(starts: &Bound<'_, PyAny>) -> PyResult<Lengths> {
     }
 }
 
-fn window((left, right): (i64, i64)) -> PyResult<(Option<usize>, Option<usize>)> {
+fn sides((left, right): (i64, i64)) -> PyResult<(Option<usize>, Option<usize>)> {
     let side = |keys: i64| match keys {
         -1 => Ok(None),
         _ => usize::try_from(keys).map(Some).map_err(|_| {
@@ -208,7 +248,7 @@ fn window((left, right): (i64, i64)) -> PyResult<(Option<usize>, Option<usize>)>
     Ok((side(left)?, side(right)?))
 }
 
-fn q_offset(value: &Bound<'_, PyAny>) -> PyResult<QOffset> {
+fn offset(value: &Bound<'_, PyAny>) -> PyResult<QOffset> {
     if let Ok(at) = value.extract::<i64>() {
         return Ok(QOffset::At(at));
     }
@@ -225,11 +265,11 @@ fn q_offset(value: &Bound<'_, PyAny>) -> PyResult<QOffset> {
     }
 }
 
-fn layout(name: &str) -> PyResult<Axes> {
-    match name {
-        "bhsd" => Ok(Axes::Bhsd),
-        "bshd" => Ok(Axes::Bshd),
-        _ => Err(PyValueError::new_err(format!("layout is '{name}', expected 'bhsd' or 'bshd'"))),
+fn axes(layout: Option<String>) -> PyResult<Axes> {
+    match layout.as_deref() {
+        None | Some("bhsd") => Ok(Axes::Bhsd),
+        Some("bshd") => Ok(Axes::Bshd),
+        Some(name) => Err(PyValueError::new_err(format!("layout is '{name}', expected 'bhsd' or 'bshd'"))),
     }
 }
 

@@ -11,7 +11,7 @@ use flashtile::quality::{
 use flashtile::{Codec, Cpu, Problem, ProblemDesc, TensorView};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::PyTuple;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -20,7 +20,7 @@ use std::ops::Range;
 #[pyfunction]
 pub(crate) fn kv_pair(
     tensors: [Bound<'_, PyAny>; 3],
-    options: &Bound<'_, PyDict>,
+    options: &Bound<'_, PyTuple>,
     codecs: Vec<String>,
     rows: usize,
 ) -> PyResult<String> {

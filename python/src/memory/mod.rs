@@ -10,17 +10,19 @@
 mod block;
 mod device;
 mod dlpack;
+mod exchange;
 mod host;
 
 pub(crate) use block::{Axes, Block};
 
-use block::{ArrayInterface, Refusal};
+use block::{ArrayInterface, Kind, Refusal};
 use dlpack::Managed;
 use flashtile::{MaskView, TensorView, TensorViewMut};
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyAttributeError, PyBufferError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyType};
 
 impl From<Refusal> for PyErr {
     fn from(refusal: Refusal) -> Self {
@@ -76,6 +78,8 @@ pub(crate) struct Stream {
     pub(crate) handle: usize,
 }
 
+static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
 /// Memory of an array or tensor.
 ///
 /// Invariant: as the object promised, every element of the block lies in one allocation, and is readable at its place until `owner` is
@@ -83,7 +87,7 @@ pub(crate) struct Stream {
 pub(crate) struct Memory {
     pub(crate) block: Block,
     place: Place,
-    /// The array or the capsule, which owns the memory.
+    /// The array, the tensor or the capsule, which owns the memory.
     _owner: Py<PyAny>,
 }
 
@@ -101,17 +105,23 @@ impl Memory {
         object: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let py = object.py();
-        // Kinds that a type tells come first: an attribute that is missing costs an exception, and its text.
-        if let Ok(lent) = object.cast::<PyTuple>() {
-            // A capsule, and the bytes that the storage has from the first element on.
-            let (capsule, available): (Bound<'_, PyCapsule>, usize) = lent.extract()?;
-            return Self::of_capsule(stream, name, &capsule, Some(available));
+        // What a type tells comes first: a missing attribute costs an exception and its text.
+        if object.get_type().is(NDARRAY.import(py, "numpy", "ndarray")?) {
+            // DLPack takes a tenth of the time, and refuses what only numpy has: arrays that are read-only, dtypes of ml_dtypes.
+            return match object.call_method0(intern!(py, "__dlpack__")) {
+                Ok(capsule) => Self::of_capsule(stream, name, capsule.cast::<PyCapsule>()?, None),
+                Err(_) => Self::of_array(name, object),
+            };
         }
         if let Ok(capsule) = object.cast::<PyCapsule>() {
             return Self::of_capsule(stream, name, capsule, None);
         }
-        if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
-            return Self::of_array(name, object, interface.cast::<PyDict>()?);
+        if let Some(tensor) = exchange::borrow(name, object)? {
+            let stored = |kind| stored_bytes(name, object, kind);
+            return Self::of_borrowed(stream, name, object, &tensor, stored);
+        }
+        if object.hasattr(intern!(py, "__array_interface__"))? {
+            return Self::of_array(name, object);
         }
         if object.hasattr(intern!(py, "__dlpack__"))? {
             return Self::of_dlpack(stream, name, object);
@@ -121,11 +131,21 @@ impl Memory {
         Err(PyTypeError::new_err(what))
     }
 
-    fn of_array(
+    /// As [`Self::on`], of an object that the package has just made, whose storage nobody has resized.
+    pub(crate) fn made(
+        stream: Option<Stream>,
         name: &'static str,
         object: &Bound<'_, PyAny>,
-        interface: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
+        match exchange::borrow(name, object)? {
+            Some(tensor) => Self::of_borrowed(stream, name, object, &tensor, |_| Ok(None)),
+            None => Self::on(stream, name, object),
+        }
+    }
+
+    fn of_array(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let interface = object.getattr(intern!(object.py(), "__array_interface__"))?;
+        let interface = interface.cast::<PyDict>()?;
         let value = |key: &str| Ok::<_, PyErr>(interface.get_item(key)?.filter(|value| !value.is_none()));
         let missing = |key: &str| PyBufferError::new_err(format!("{name}.__array_interface__ has no {key}"));
         let field = |key: &str| value(key)?.ok_or_else(|| missing(key));
@@ -171,15 +191,32 @@ impl Memory {
             }
             other => other?,
         };
-        Self::of_capsule(stream, name, &capsule.cast_into::<PyCapsule>()?, None)
+        Self::of_capsule(stream, name, &capsule.cast_into::<PyCapsule>()?, Some(object))
     }
 
-    /// The capsule is not renamed: it stays the owner, and frees the tensor when it is dropped.
+    /// A tensor whose library describes it without a capsule. `stored` gives bytes of its storage from the first element on.
+    fn of_borrowed(
+        stream: Option<Stream>,
+        name: &'static str,
+        object: &Bound<'_, PyAny>,
+        tensor: &dlpack::DlTensor,
+        stored: impl FnOnce(Kind) -> PyResult<Option<usize>>,
+    ) -> PyResult<Self> {
+        let place = place(name, tensor.device(), stream)?;
+        // SAFETY: DLPack promises `ndim` sizes and strides while the object lives and nobody reshapes it, which needs the interpreter.
+        let described = unsafe { tensor.described(name, false)? };
+        let available = stored(described.kind)?;
+        let block = Block::new(name, described, available)?;
+        Ok(Self { block, place, _owner: object.clone().unbind() })
+    }
+
+    /// `tensor` is the object that gave the capsule. The capsule is not renamed: it stays the owner, and frees what it holds when it is
+    /// dropped.
     fn of_capsule(
         stream: Option<Stream>,
         name: &'static str,
         capsule: &Bound<'_, PyCapsule>,
-        available: Option<usize>,
+        tensor: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let versioned = c"dltensor_versioned";
         let managed = match capsule.is_valid_checked(Some(versioned)) {
@@ -187,10 +224,12 @@ impl Memory {
             false => Managed::Plain(capsule.pointer_checked(Some(c"dltensor"))?.cast()),
         };
         // SAFETY: a capsule of the name holds a pointer to such a tensor, valid until the capsule's destructor, hence while it is borrowed.
-        let (tensor, readonly) = unsafe { managed.tensor()? };
-        let place = place(name, tensor.device(), stream)?;
+        let (memory, readonly) = unsafe { managed.tensor()? };
+        let place = place(name, memory.device(), stream)?;
         // SAFETY: DLPack promises `ndim` sizes and strides while the capsule lives.
-        let described = unsafe { tensor.described(name, readonly)? };
+        let described = unsafe { memory.described(name, readonly)? };
+        let available =
+            tensor.map(|tensor| stored_bytes(name, tensor, described.kind)).transpose()?.flatten();
         let block = Block::new(name, described, available)?;
         Ok(Self { block, place, _owner: capsule.clone().into_any().unbind() })
     }
@@ -231,6 +270,21 @@ impl Memory {
         // SAFETY: as for `view`; the first element and the last are in one allocation, and so is what lies between them.
         Ok(unsafe { self.block.mask()? })
     }
+}
+
+/// Bytes of a tensor's storage from the first element on: PyTorch shrinks storages of which there are tensors. `None` where the library
+/// has no such thing.
+fn stored_bytes(name: &str, tensor: &Bound<'_, PyAny>, kind: Kind) -> PyResult<Option<usize>> {
+    let py = tensor.py();
+    let storage = match tensor.call_method0(intern!(py, "untyped_storage")) {
+        Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(None),
+        storage => {
+            storage.map_err(|error| PyBufferError::new_err(format!("{name} has no storage: {error}")))?
+        }
+    };
+    let bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let start: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    Ok(Some(bytes.saturating_sub(start.saturating_mul(kind.bytes()))))
 }
 
 fn blocks<'a>(of: &[&'a Memory]) -> Vec<&'a Block> {
