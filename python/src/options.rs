@@ -80,12 +80,12 @@ pub(crate) const NAMES: [&str; 13] = [
 ];
 
 /// An option that is not `None`.
-struct Given<'py> {
+struct Named<'py> {
     name: &'static str,
     value: Bound<'py, PyAny>,
 }
 
-impl<'py> Given<'py> {
+impl<'py> Named<'py> {
     fn extract<T>(self, expected: &str) -> PyResult<T>
     where
         T: for<'a> FromPyObject<'a, 'py>,
@@ -94,16 +94,16 @@ impl<'py> Given<'py> {
     }
 }
 
-/// The options that are not `None`.
-fn given<'py>(of: &Bound<'py, PyTuple>) -> PyResult<[Option<Given<'py>>; NAMES.len()]> {
+/// The options of a tuple that are not `None`.
+fn named<'py>(of: &Bound<'py, PyTuple>) -> PyResult<[Option<Named<'py>>; NAMES.len()]> {
     if of.len() != NAMES.len() {
         return Err(PyTypeError::new_err(format!("there are {} options, expected {NAMES:?}", of.len())));
     }
-    let mut given = [const { None }; NAMES.len()];
-    for ((given, name), value) in given.iter_mut().zip(NAMES).zip(of) {
-        *given = (!value.is_none()).then_some(Given { name, value });
+    let mut options = [const { None }; NAMES.len()];
+    for ((option, name), value) in options.iter_mut().zip(NAMES).zip(of) {
+        *option = (!value.is_none()).then_some(Named { name, value });
     }
-    Ok(given)
+    Ok(options)
 }
 
 fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
@@ -128,14 +128,14 @@ impl Options {
             layout,
             lse,
             stream,
-        ] = given(tuple)?;
+        ] = named(tuple)?;
         let stream = stream.map(|stream| stream.extract("a device and a handle")).transpose()?;
         let stream = stream.map(|(device, handle)| Stream { device, handle });
         let numbers =
-            |of: Option<Given<'_>>| of.map(|of| Numbers::of(of.name, &of.value, stream)).transpose();
-        let flag = |of: Option<Given<'_>>| of.map(|of| of.extract("True or False")).transpose();
-        let number = |of: Option<Given<'_>>| of.map(|of| of.extract("a number")).transpose();
-        let pair = |of: Given<'_>| of.extract("two integers, (left, right)");
+            |of: Option<Named<'_>>| of.map(|of| Numbers::of(of.name, &of.value, stream)).transpose();
+        let flag = |of: Option<Named<'_>>| of.map(|of| of.extract("True or False")).transpose();
+        let number = |of: Option<Named<'_>>| of.map(|of| of.extract("a number")).transpose();
+        let pair = |of: Named<'_>| of.extract("two integers, (left, right)");
         Ok(Self {
             causal: flag(causal)?.unwrap_or_default(),
             window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
@@ -209,7 +209,7 @@ impl Options {
     }
 }
 
-fn lengths(kv_lens: Option<Given<'_>>, cu_seqlens: Option<Given<'_>>) -> PyResult<Lengths> {
+fn lengths(kv_lens: Option<Named<'_>>, cu_seqlens: Option<Named<'_>>) -> PyResult<Lengths> {
     match (kv_lens, cu_seqlens) {
         (Some(_), Some(_)) => {
             Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"))

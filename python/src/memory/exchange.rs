@@ -26,7 +26,7 @@ struct Exchange {
     current_stream: *const c_void,
 }
 
-/// The description of the object's memory, where the library of its type has the exchange API; `None` where it has not.
+/// The description of the object's memory, where the library of its type has the exchange API, else `None`.
 ///
 /// It is valid while the object lives and nobody changes its shape, strides or storage. Work on the stream that is current in the library
 /// may access the memory, and no other stream waits for it.

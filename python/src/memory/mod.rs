@@ -1,9 +1,10 @@
 //! Memory of arrays and tensors of Python, as views: with `cuda`, the only unsafe code of the package.
 //!
-//! Arrays of numpy say where their memory is by `__array_interface__`, which knows every dtype of ml_dtypes too; everything else by
-//! DLPack. Both are promises of the object: a pointer, a shape and strides that describe memory which stays where it is while the object,
-//! or the capsule, lives. As in every extension that computes on arrays, nothing but the program itself keeps other threads of Python from
-//! writing to an array during a call, or from freeing it by `resize(refcheck=False)`; the documentation of the package says so.
+//! DLPack describes memory: by a function in C where the library of a tensor has the exchange API, else by capsules. Arrays that numpy
+//! does not describe so, such as read-only ones and dtypes of ml_dtypes, have `__array_interface__`. All are promises of the object: a
+//! pointer, a shape and strides of memory that stays where it is while the object, or the capsule, lives. As in every extension that
+//! computes on arrays, nothing but the program itself keeps other threads of Python from writing to an array during a call, or from
+//! freeing it by `resize(refcheck=False)`; the documentation of the package says so.
 
 #![allow(unsafe_code)]
 
