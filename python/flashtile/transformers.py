@@ -165,16 +165,21 @@ HARMLESS = frozenset(
 
 
 def _masks(sdpa_mask):
-    """Masks as `sdpa` has them: True is visible, and there is none where a layer is causal or sees all keys."""
+    """Masks as `sdpa` has them: True is visible, and there is none where a layer is causal."""
 
     @functools.wraps(sdpa_mask)
-    def mask(*args, config=None, allow_is_causal_skip=True, **options):
+    def mask(batch_size, q_length, kv_length, *args, config=None, allow_is_causal_skip=True, **options):
         if config is not None and not torch.compiler.is_compiling():
             _refuse_by_hand(config)
         # Layers that share the keys of earlier ones compute the last queries alone, and only a mask has the positions of these.
         if config is not None and (type(config) in _always_masked or getattr(config.get_text_config(), "num_kv_shared_layers", None)):
             allow_is_causal_skip = False
-        return sdpa_mask(*args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
+        sizes = (batch_size, q_length, kv_length)
+        made = sdpa_mask(*sizes, *args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
+        if made is None and options.get("allow_is_bidirectional_skip"):
+            # Without a mask, layers whose `is_causal` nobody set hide keys that the model sees: one element says that it sees all.
+            made = torch.ones((), dtype=torch.bool, device=options.get("device", "cpu")).expand(batch_size, 1, q_length, kv_length)
+        return made
 
     return mask
 
