@@ -232,9 +232,18 @@ fn follow_row_max<const FORMAT: u32, const N: usize, const M: usize, const F: us
                 let by = select(new == f32::NEG_INFINITY, 1.0, (state.row_max[m][h] - new).exp2());
                 state.row_max[m][h] = new;
                 state.row_sum[m][h] *= by;
-                for i in 0..N {
-                    for n in 0..2usize {
-                        state.out[m][i][h][n] = weighed(by, state.out[m][i][h][n]);
+                // The first pass makes an infinite output NaN where `by` underflows, and a second one follows.
+                if state.shrunk != 0 {
+                    for i in 0..N {
+                        for n in 0..2usize {
+                            state.out[m][i][h][n] = weighed(by, state.out[m][i][h][n]);
+                        }
+                    }
+                } else {
+                    for i in 0..N {
+                        for n in 0..2usize {
+                            state.out[m][i][h][n] *= by;
+                        }
                     }
                 }
             }
