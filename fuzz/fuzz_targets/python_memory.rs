@@ -21,6 +21,9 @@ use std::ptr::NonNull;
 /// Claims of more bytes have no memory behind them: they are described and refused, or described alone.
 const MAX_BYTES: i128 = 4096;
 
+/// Elements that are read and written one by one, of tensors that repeat theirs.
+const MAX_ELEMENTS: usize = 4096;
+
 /// What a producer says of its memory.
 #[derive(Debug)]
 struct Claim {
@@ -289,8 +292,8 @@ unsafe fn write(block: &mut Block, readonly: bool) {
 /// Attention of a tensor to itself, by the kernels.
 fn attend(view: TensorView<'_>) {
     let shape = view.shape();
-    // The other axes may be of any size then.
-    if shape.contains(&0) {
+    // Axes may be of any size where another is empty, or where they repeat one element.
+    if !(1..=MAX_ELEMENTS).contains(&count(shape)) {
         return;
     }
     let mut out = vec![0u8; shape.iter().product::<usize>() * view.dtype().bytes()];
@@ -306,13 +309,21 @@ const fn dense([_, d1, d2, d3]: [usize; 4]) -> [usize; 4] {
     [d1 * d2 * d3, d2 * d3, d3, 1]
 }
 
+/// Elements of a shape, of which some may be at the same address.
+fn count(shape: [usize; 4]) -> usize {
+    if shape.contains(&0) { 0 } else { shape.iter().fold(1, |count, n| count.saturating_mul(*n)) }
+}
+
+/// Calls `f` with the first [`MAX_ELEMENTS`] indices, and the last.
 fn elements(shape: [usize; 4], mut f: impl FnMut([usize; 4])) {
-    let [d0, d1, d2, d3] = shape;
-    if shape.contains(&0) {
-        return;
+    let count = count(shape);
+    let [_, d1, d2, d3] = shape;
+    for n in 0..count.min(MAX_ELEMENTS) {
+        let (rows, planes) = (n / d3, n / d3 / d2);
+        f([planes / d1, planes % d1, rows % d2, n % d3]);
     }
-    for n in 0..d0 * d1 * d2 * d3 {
-        f([n / (d1 * d2 * d3), n / (d2 * d3) % d1, n / d3 % d2, n % d3]);
+    if count > 0 {
+        f(shape.map(|n| n - 1));
     }
 }
 
