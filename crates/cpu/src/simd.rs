@@ -209,8 +209,8 @@ pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V 
     }
 }
 
-/// Stores the first `n` elements of a row of vectors that starts at `src`, times `scale`. Returns whether all lanes of the vectors are
-/// finite.
+/// Stores the first `n` elements of a row of vectors that starts at `src`, plus `zero`, times `scale`. Returns whether all lanes of the
+/// vectors are finite.
 ///
 /// # Safety
 /// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
@@ -219,28 +219,28 @@ pub(crate) unsafe fn store_row<S: Simd>(
     dtype: Dtype,
     dst: *mut u8,
     src: *const f32,
-    scale: f32,
+    (zero, scale): (f32, f32),
     n: usize,
 ) -> bool {
     // SAFETY: whole vectors are inside both rows; the tail goes through a buffer.
     unsafe {
-        let (scale, zero) = (S::splat(scale), S::splat(0.0));
-        let mut probe = zero;
+        let (zero, scale, none) = (S::splat(zero), S::splat(scale), S::splat(0.0));
+        let mut probe = none;
         with_elem!(dtype, E => {
             let dst = dst.cast::<E>();
             let whole = n / S::LANES * S::LANES;
             let mut i = 0;
             while i < whole {
                 let x = S::load(src.add(i));
-                probe = S::fma(x, zero, probe);
-                E::store::<S>(dst.add(i), S::mul(x, scale));
+                probe = S::fma(x, none, probe);
+                E::store::<S>(dst.add(i), S::mul(S::add(x, zero), scale));
                 i += S::LANES;
             }
             if whole < n {
                 let x = S::load(src.add(whole));
-                probe = S::fma(x, zero, probe);
+                probe = S::fma(x, none, probe);
                 let mut lanes = [E::ZERO; 16];
-                E::store::<S>(lanes.as_mut_ptr(), S::mul(x, scale));
+                E::store::<S>(lanes.as_mut_ptr(), S::mul(S::add(x, zero), scale));
                 std::ptr::copy_nonoverlapping(lanes.as_ptr(), dst.add(whole), n - whole);
             }
         });

@@ -148,7 +148,9 @@ macro_rules! entry_points {
             }
             fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S, $P>(work, tile) }
             fn fold(rows: usize, fold: &Fold) { phases::fold::<$S>(rows, fold) }
-            fn finish(work: &TaskState<'_>, first: usize, rows: usize) { phases::finish::<$S>(work, first, rows) }
+            fn finish(work: &TaskState<'_>, first: usize, rows: usize, state: &RowState) {
+                phases::finish::<$S>(work, first, rows, state)
+            }
             fn peak_loop(rounds: u64) -> f32 { <$P as Products<$S>>::peak_loop(rounds) }
             fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::loops::read_loop::<$S>(p, len) }
         }
@@ -190,7 +192,7 @@ pub(super) mod entry_imports {
     pub(in crate::isa) use crate::kernels::matrix_unit::MatrixUnitGuard;
     pub(in crate::isa) use crate::kernels::phases;
     pub(in crate::isa) use crate::kernels::products::{self, Products};
-    pub(in crate::isa) use crate::kernels::state::Fold;
+    pub(in crate::isa) use crate::kernels::state::{Fold, RowState};
     pub(in crate::isa) use crate::kernels::state::{Kernels, Storage};
     pub(in crate::isa) use crate::kernels::state::{TaskState, Tile};
     pub(in crate::isa) use crate::simd::{Bf16, Double, F16, Single};

@@ -4,16 +4,16 @@
 
 use super::overflow;
 use super::softmax;
-use super::state::{Query, TaskState};
+use super::state::{Query, RowState, TaskState};
 use crate::simd::{Simd, store_row};
 use flashtile_core::codec::KvView;
 
-/// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
+/// Writes out and lse of rows `first..first + rows` of the task from the first `rows` rows of a state.
 ///
 /// # Safety
-/// As [`Simd`]; no other thread writes these rows.
+/// As [`Simd`]; the state is there, and no other thread writes these rows.
 #[inline(always)]
-pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: usize) {
+pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: usize, state: &RowState) {
     let problem = work.cx.plan.problem();
     let dims = problem.dims();
     let out = work.cx.out;
@@ -21,27 +21,27 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
         let (i, h) = work.place(first + r);
         // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
         unsafe {
-            let (max, sum) = (f64::from(*work.max_sum.max.add(r)), f64::from(*work.max_sum.sum.add(r)));
+            let (max, sum) = (f64::from(*state.max_sum.max.add(r)), f64::from(*state.max_sum.sum.add(r)));
             let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
             let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
             let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
             let (scale, lse) = normalizer(max, sum, sink, shift, !work.cx.lse.is_null());
             let row = work.sequence.q_start + i;
             let dst = out.row(work.sequence.batch, h, row);
-            let acc = work.acc.at(r, 0);
+            let acc = state.acc.at(r, 0);
+            let mut zero = state.zero;
             if sum == 0.0 {
                 std::ptr::write_bytes(acc, 0, work.stride);
             }
             if let KvView::Codes(codes) = &work.cx.inputs.v
                 && let Some(rotation) = codes.coder().rotation()
             {
-                flashtile_core::codec::unrotate(
-                    work.cx.token,
-                    rotation,
-                    std::slice::from_raw_parts_mut(acc, dims.value_dim),
-                );
+                let values = std::slice::from_raw_parts_mut(acc, dims.value_dim);
+                values.iter_mut().for_each(|value| *value += state.zero);
+                flashtile_core::codec::unrotate(work.cx.token, rotation, values);
+                zero = -0.0;
             }
-            let finite = store_row::<S>(out.dtype(), dst, acc, scale, dims.value_dim);
+            let finite = store_row::<S>(out.dtype(), dst, acc, (zero, scale), dims.value_dim);
             if !finite && sum.is_finite() {
                 let sums = std::slice::from_raw_parts(acc, dims.value_dim);
                 let Query { index, sequence, position, head } = work.query(first + r);

@@ -135,7 +135,7 @@ pub(crate) struct Kernels {
     pub(crate) stream_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>),
     pub(crate) repair_nonfinite: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) fold: unsafe fn(usize, &Fold),
-    pub(crate) finish: unsafe fn(&TaskState<'_>, usize, usize),
+    pub(crate) finish: unsafe fn(&TaskState<'_>, usize, usize, &RowState),
 }
 
 /// The phases of one `CodeProducts` of `kernels/products`.
@@ -219,6 +219,16 @@ pub(crate) struct TaskState<'a> {
     /// Set once the packed query of some row has another factor than the scale of the scores
     /// ([`ScaleFactors`](super::scale::ScaleFactors)).
     pub(super) splits_scale: Cell<bool>,
+}
+
+/// The state of some rows after all their keys.
+#[derive(Clone, Copy)]
+pub(crate) struct RowState {
+    /// Unnormalised output.
+    pub(crate) acc: MatMut,
+    pub(crate) max_sum: RowMaxSum,
+    /// Added to the output: 0 gives a product of -0 the sign that a fold gives it, -0 changes nothing.
+    pub(crate) zero: f32,
 }
 
 /// How the keys or values of a task are read.

@@ -8,9 +8,20 @@
 #![allow(unsafe_code)]
 
 use super::mask::{self, MaskTile};
-use super::state::{Context, Fold, TaskState, Tile};
+use super::state::{Context, Fold, RowState, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
+
+/// What becomes of a tile's products with the values of a block.
+#[derive(Clone, Copy)]
+enum TileResult {
+    /// They are the result of its rows, which see no other block.
+    Rows,
+    /// They are folded into the running state.
+    State,
+    /// They are stored in partials from this one on.
+    Partials(usize),
+}
 
 /// Maxima and sums are padded to a multiple of as many rows: the lanes of the widest vector.
 const MAX_LANES: usize = 16;
@@ -29,20 +40,25 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Computes a tile in one block: folds it into the running state, or stores it in partials from `partials` on.
+    /// Computes a tile in one block.
     ///
     /// # Safety
     /// Queries are packed, and the block too unless the task reads it where it lies.
-    unsafe fn attend(&self, tile: &Tile, partials: Option<usize>) {
+    unsafe fn attend(&self, tile: &Tile, result: TileResult) {
         // SAFETY: the caller's contract.
         unsafe {
             self.prefetch_mask(tile);
             self.scores(tile);
             (self.kernels.probs)(self, tile);
             self.weighted_values(tile);
-            match partials {
-                None => (self.kernels.fold)(tile.rows.len(), &self.fold_at(tile.rows.start)),
-                Some(index) => {
+            match result {
+                TileResult::Rows => {
+                    let (first, rows) = (tile.rows.start, tile.rows.len());
+                    let state = RowState { acc: self.block_out, max_sum: self.block_max_sum, zero: 0.0 };
+                    (self.kernels.finish)(self, first, rows, &state);
+                }
+                TileResult::State => (self.kernels.fold)(tile.rows.len(), &self.fold_at(tile.rows.start)),
+                TileResult::Partials(index) => {
                     let values = self.block_out.first(tile.rows.len(), self.stride).as_mat();
                     self.cx.partials.store(index + tile.rows.start, values, self.block_max_sum);
                 }
@@ -85,7 +101,10 @@ impl<'a> TaskState<'a> {
         // SAFETY: the caller's contract.
         unsafe {
             match target {
-                Target::Out => (self.kernels.finish)(self, first, rows),
+                Target::Out => {
+                    let state = RowState { acc: self.acc, max_sum: self.max_sum, zero: -0.0 };
+                    (self.kernels.finish)(self, first, rows, &state);
+                }
                 Target::State(index) => {
                     let values = self.acc.first(rows, self.stride).as_mat();
                     self.cx.partials.store(index + first, values, self.max_sum);
@@ -134,21 +153,33 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
         work.pack_queries();
-        work.start(count, task.from);
+        let in_one_block =
+            task.blocks.end == task.blocks.start + 1 && task.from.is_none() && task.target == Target::Out;
+        if !in_one_block {
+            work.start(count, task.from);
+        }
         let tile_rows = cx.plan.tile_rows();
         let packs = work.k_path.is_packed() || work.v_path.is_packed();
         for block in task.blocks.start..task.blocks.end {
-            let partials = match task.target {
+            let result = match task.target {
                 Target::Blocks(base) => {
                     let index = base + (block - task.blocks.start) * count;
                     cx.partials.clear(index, count);
-                    Some(index)
+                    TileResult::Partials(index)
                 }
-                Target::Out | Target::State(_) => None,
+                Target::Out if in_one_block => TileResult::Rows,
+                Target::Out | Target::State(_) => TileResult::State,
             };
             let mut packed = !packs;
             for row in (0..count).step_by(tile_rows) {
-                let Some(tile) = work.tile(row..(row + tile_rows).min(count), block) else { continue };
+                let rows = row..(row + tile_rows).min(count);
+                let Some(tile) = work.tile(rows.clone(), block) else {
+                    if in_one_block {
+                        work.start(rows.len(), None);
+                        work.end(row, rows.len(), task.target);
+                    }
+                    continue;
+                };
                 // Only here is it known that some tile needs the block.
                 if !packed {
                     let columns = work.columns(&(0..count), block);
@@ -160,10 +191,12 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
                     }
                     packed = true;
                 }
-                work.attend(&tile, partials);
+                work.attend(&tile, result);
             }
         }
-        work.end(0, count, task.target);
+        if !in_one_block {
+            work.end(0, count, task.target);
+        }
     }
 }
 
