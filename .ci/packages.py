@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Packages every crate that is published and compiles each from its package, without network and without uploading anything.
 
-    .ci/packages.py [--planted | --docs]
+    .ci/packages.py [--files | --planted | --docs]
 
 - Every crate of the workspace is published unless its manifest says `publish = false`. Its manifest has what crates.io and docs.rs
   show, and crates of the workspace are required in exactly the version that is released.
@@ -9,8 +9,8 @@
 - A package holds the sources, the README and both licences, with the text of the repository's own; links of its README work anywhere.
 - The unpacked packages compile: the crates that users name by themselves, and every crate with all features.
 
-With --planted, faults are planted in a copy of the tree one after another, and each must be found. With --docs, the packages are
-documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
+With --files, nothing is compiled. With --planted, faults are planted in a copy of the tree one after another, and each must be found, without
+compiling. With --docs, the packages are documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
 """
 
 import json
@@ -106,6 +106,10 @@ def contents(root, member, packages):
         file = packages / stem / licence
         if not file.exists() or file.read_bytes() != (root / licence).read_bytes():
             yield f"{name}: the package does not hold {licence} of the repository"
+    folder = Path(member["manifest_path"]).parent
+    for source in sorted(path.relative_to(folder) for path in (folder / "src").rglob("*") if path.is_file()):
+        if not (packages / stem / source).exists():
+            yield f"{name}: the package does not hold {source}"
     readme = packages / stem / "README.md"
     if not readme.exists():
         yield f"{name}: the package holds no README.md"
@@ -154,8 +158,8 @@ def compiles(selections, packages):
             return
 
 
-def check(root, packages, selections=None):
-    """What is wrong. The crates of `selections` are compiled; without it all of them."""
+def check(root, packages):
+    """What is wrong, as far as it is seen without compiling."""
     try:
         members = published(root)
         names = {member["name"] for member in members}
@@ -163,11 +167,7 @@ def check(root, packages, selections=None):
         pack(root, members, packages)
     except Fault as why:
         return [str(why)]
-    wrong += [line for member in members for line in contents(root, member, packages)]
-    workspace(root, members, packages)
-    if selections is None:
-        selections = [["-p", name] for name in NAMED_BY_USERS] + [["--workspace", "--all-features"]]
-    return wrong + list(compiles(selections, packages))
+    return wrong + [line for member in members for line in contents(root, member, packages)]
 
 
 def empty(name):
@@ -178,14 +178,24 @@ def empty(name):
     return folder
 
 
-def whole():
-    """What is wrong with the tree."""
+def files():
+    """What is wrong with the packages, without compiling them."""
     packages = empty("packages")
     wrong = check(ROOT, packages)
     if not wrong:
         for file in sorted(packages.glob("*.crate"), key=lambda file: file.name):
             print(f"{file.name}: {file.stat().st_size / 1024:.0f} KiB")
     return wrong
+
+
+def whole():
+    """What is wrong with the packages."""
+    wrong = files()
+    if wrong:
+        return wrong
+    packages = TARGET / "ci" / "packages"
+    workspace(ROOT, published(ROOT), packages)
+    return list(compiles([["-p", name] for name in NAMED_BY_USERS] + [["--workspace", "--all-features"]], packages))
 
 
 def documented():
@@ -218,7 +228,6 @@ class Planted:
     expected: str
     old: str | None = None
     new: str | None = None
-    selections: tuple = ()
 
     def plant(self, root):
         path = root / self.file
@@ -266,10 +275,9 @@ PLANTED = {
     ),
     "a source that is not packaged": Planted(
         "crates/kernel/Cargo.toml",
-        "-p flashtile-kernel: does not compile from its package",
+        "flashtile-kernel: the package does not hold src/",
         old='"/src/**"',
         new='"/src/**/*.rs"',
-        selections=(("-p", "flashtile-kernel"),),
     ),
 }
 
@@ -284,14 +292,14 @@ def copy(root):
 
 def planted():
     """Plants faults in copies of the tree, each of which must be found."""
-    clean = check(ROOT, empty("packages"), selections=())
+    clean = check(ROOT, empty("packages"))
     for what, fault in PLANTED.items():
         folder = empty("planted")
         root, packages = folder / "tree", folder / "packages"
         packages.mkdir()
         copy(root)
         fault.plant(root)
-        new = [line for line in check(root, packages, fault.selections) if line not in clean]
+        new = [line for line in check(root, packages) if line not in clean]
         if any(fault.expected in line for line in new):
             print(f"found, as it must be: {what}")
         else:
@@ -299,7 +307,7 @@ def planted():
 
 
 if __name__ == "__main__":
-    asked = {"--planted": planted, "--docs": documented}
+    asked = {"--files": files, "--planted": planted, "--docs": documented}
     wrong = list(next((asked[option] for option in sys.argv[1:]), whole)())
     print("\n".join(wrong) if wrong else "packages: nothing is wrong")
     sys.exit(1 if wrong else 0)

@@ -210,7 +210,13 @@ def docsrs():
     return note
 
 
-@step("publish", "each published crate compiles from its package, and planted faults that must be found")
+@step("packages", "what the package of each published crate holds")
+def package_files():
+    run("cargo", "fetch", "--locked", "--quiet")
+    run(sys.executable, "-B", ".ci/packages.py", "--files")
+
+
+@step("publish", "each published crate compiles from its package, and planted faults that must be found", full=True)
 def publish():
     run("cargo", "fetch", "--locked", "--quiet")
     run(sys.executable, "-B", ".ci/packages.py")
@@ -273,7 +279,7 @@ def readme():
     return against(FIRST_COMMAND, wall, cpu)
 
 
-@step("dependent", "an empty crate that depends on flashtile, in release, and README's first program in it")
+@step("dependent", "an empty crate that depends on flashtile, in release, and README's first program in it", full=True)
 def dependent():
     run("cargo", "fetch", "--locked", "--quiet")
     with Scratch() as folder:
