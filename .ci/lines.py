@@ -3,8 +3,8 @@
 
     .ci/lines.py [COMMIT]
 
-Product lines are those of crates, src, cli and python without tests: files and modules of tests, goldens and benches do not count, blank
-lines and comments do. `cfg(feature` counts sources of product, without manifests. With a COMMIT, also its counts, and now in percent.
+The product is crates, src, cli and python without tests: files and modules of tests, goldens and benches do not count, blank lines and
+comments do. `cfg(feature` is counted in its sources, without manifests. With a COMMIT, also its counts, and the percentage that is left.
 """
 
 import re

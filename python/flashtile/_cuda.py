@@ -6,7 +6,7 @@ from . import _flashtile
 from ._arrays import lent
 from ._compiler import load_compiler
 from ._options import Options
-from ._tensors import needs_grad
+from ._tensors import is_plain, needs_grad
 
 
 def attention(tensors, options, make):
@@ -17,9 +17,16 @@ def attention(tensors, options, make):
 def attention_plain(tensors, options, make, classes, records):
     """As `attention`, of `_flashtile.attention_plain`."""
     options = Options._make(options)
-    if needs_grad(options.alibi_slopes) or needs_grad(options.sinks):
+    if not all(_is_plain(numbers, classes) for numbers in (options.alibi_slopes, options.sinks)):
         return None
     return _on_stream(_flashtile.attention_plain, tensors, options, make, classes, records)
+
+
+def _is_plain(x, classes):
+    """Whether numbers are what they are on another device too."""
+    if type(x) in (list, tuple):
+        return all(type(number) in (int, float) for number in x)
+    return x is None or (type(x) in classes and is_plain(x) and not needs_grad(x))
 
 
 def _on_stream(compute, tensors, options, *rest):

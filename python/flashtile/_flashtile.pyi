@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 __version__: str
+OPTIONS: tuple[str, ...]
 
 @final
 class Sequence:
@@ -27,14 +28,21 @@ class Cache:
 @final
 class Step:
     def attend(
-        self, layer: int, tensors: list[Any], options: dict[str, Any], make: Callable[[str, list[int]], Any]
+        self, layer: int, tensors: list[Any], options: tuple[Any, ...], make: Callable[[str, tuple[int, ...]], Any]
     ) -> tuple[Any, Any]: ...
     def finish(self) -> None: ...
     def cancel(self) -> None: ...
     def lens(self) -> list[tuple[int, int]]: ...
 
 def attention(
-    tensors: list[Any], options: dict[str, Any], make: Callable[[str, list[int]], Any]
+    tensors: list[Any], options: tuple[Any, ...], make: Callable[[str, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]: ...
+def attention_plain(
+    tensors: list[Any],
+    options: tuple[Any, ...],
+    make: Callable[[str, tuple[int, ...]], Any],
+    classes: tuple[type, ...],
+    records: bool,
+) -> tuple[Any, Any] | None: ...
 def plan(desc: str, machine: str | None, backend: str, splits: int | None) -> str: ...
-def kv_pair(tensors: list[Any], options: dict[str, Any], codecs: list[str], rows: int) -> str: ...
+def kv_pair(tensors: list[Any], options: tuple[Any, ...], codecs: list[str], rows: int) -> str: ...

@@ -5,6 +5,7 @@ import re
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.dlpack import to_dlpack
 
 # Dispatch keys of a tensor that is its elements in memory and nothing else, and of one whose elements are computed from memory at a read.
 _PLAIN_KEYS = {"DispatchKeySet", "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"}
@@ -13,7 +14,7 @@ _NO_OPERATORS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_fu
 _plain = {}
 
 # Whether DLPack's exchange API describes tensors, as it does from PyTorch 2.10 on.
-_EXCHANGES = hasattr(Tensor, "__dlpack_c_exchange_api__")
+EXCHANGES = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
 def is_plain(x):
@@ -81,12 +82,15 @@ def readable(name, x):
 
 
 def lent(name, x):
-    """A tensor that the extension module reads memory from. Raises as `readable`."""
+    """What the extension module reads the memory of a tensor from. Raises as `readable`."""
     elements = readable(name, x)
     if name == "out" and elements is not x:
         raise BufferError("out is a lazy view, whose memory holds other values than it: give memory of its own")
-    # `__dlpack__` takes no tensor that says that it requires a gradient, also where none is recorded.
-    return elements if _EXCHANGES or not elements.requires_grad else elements.detach()
+    if EXCHANGES:
+        return elements
+    # No capsule is made of a tensor that says that it requires a gradient, also where none is recorded.
+    elements = elements.detach()
+    return to_dlpack(elements) if elements.is_cuda else elements
 
 
 def maker(like):

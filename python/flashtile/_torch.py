@@ -1,5 +1,6 @@
 """Attention as an operator of PyTorch, which torch.compile keeps as it is."""
 
+from numbers import Integral
 from typing import Optional, Tuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import _flashtile
 from ._arrays import checked, lent, maker, numbers
 from ._options import Options
-from ._tensors import check, check_tangent
+from ._tensors import EXCHANGES, check, check_tangent
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -28,7 +29,7 @@ def _computed(q, k, v, options):
     """The result where nobody records this call: neither a graph, nor autograd, nor a mode, a transform or a kind of tensor of PyTorch. It
     need not be an operator then, whose dispatch takes longer than a small problem. None where somebody does, or a tensor has no memory of its
     own: the operator resolves it, or refuses it by its kind."""
-    if _is_traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if not EXCHANGES or _is_traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     compute = _cuda().attention_plain if q.is_cuda else _flashtile.attention_plain
     return compute([q, k, v, None], options, maker(q), _PLAIN, torch.is_grad_enabled())
@@ -85,7 +86,7 @@ def _operator(q, k, v, options):
     q_offset = options.q_offset
     named = isinstance(q_offset, str)
     starts = options.cu_seqlens
-    if starts is not None and not (isinstance(starts, tuple) and len(starts) == 2 and not isinstance(starts[0], int)):
+    if starts is not None and not (isinstance(starts, tuple) and len(starts) == 2 and not isinstance(starts[0], Integral)):
         starts = (starts, starts)
     cu_seqlens_q, cu_seqlens_k = starts or (None, None)
     left, right = options.window

@@ -168,19 +168,25 @@ def _masks(sdpa_mask):
     """Masks as `sdpa` has them: True is visible, and there is none where a layer is causal."""
 
     @functools.wraps(sdpa_mask)
-    def mask(batch_size, q_length, kv_length, *args, config=None, allow_is_causal_skip=True, **options):
+    def mask(*args, config=None, allow_is_causal_skip=True, **options):
         if config is not None and not torch.compiler.is_compiling():
             _refuse_by_hand(config)
         # Layers that share the keys of earlier ones compute the last queries alone, and only a mask has the positions of these.
         if config is not None and (type(config) in _always_masked or getattr(config.get_text_config(), "num_kv_shared_layers", None)):
             allow_is_causal_skip = False
-        sizes = (batch_size, q_length, kv_length)
-        made = sdpa_mask(*sizes, *args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
-        if made is None and options.get("allow_is_bidirectional_skip"):
-            # Without a mask, layers whose `is_causal` nobody set hide keys that the model sees: one element says that it sees all.
-            made = torch.ones((), dtype=torch.bool, device=options.get("device", "cpu")).expand(batch_size, 1, q_length, kv_length)
-        return made
+        made = sdpa_mask(*args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
+        return _of_all_keys(**options) if made is None and options.get("allow_is_bidirectional_skip") else made
 
+    return mask
+
+
+def _of_all_keys(batch_size=1, q_length=None, kv_length=1, cache_position=None, device="cpu", **_):
+    """The mask of a model that sees all keys. Without one, layers whose `is_causal` nobody set would hide some."""
+    if q_length is None:
+        q_length = cache_position.shape[0]
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    if not torch.compiler.is_compiling():
+        mask._hides_nothing = True
     return mask
 
 
@@ -226,6 +232,8 @@ def attention_forward(
 
         logging.get_logger(__name__).warning_once("flashtile stores no probabilities: output_attentions gives None, use attn_implementation='eager'")
     query, key, value = _as_sdpa(query, key, value)
+    if not torch.compiler.is_compiling() and getattr(attention_mask, "_hides_nothing", False):
+        attention_mask, is_causal = None, False
     is_causal = _is_causal(module, is_causal, query.shape[2], attention_mask)
     mask = attention_mask
     if indices is not None:

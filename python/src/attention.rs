@@ -5,7 +5,7 @@ use crate::failure::refused;
 use crate::memory::{Axes, Memory, Stream};
 use crate::options::Options;
 use crate::process;
-use crate::tensors::Plain;
+use crate::tensors::Plainness;
 use flashtile::cuda::DeviceOutputs;
 use flashtile::{Outputs, Runner};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError};
@@ -15,6 +15,48 @@ use pyo3::types::PyTuple;
 /// Out, and the logsumexp where it was asked for.
 pub(crate) type Results = (Py<PyAny>, Option<Py<PyAny>>);
 
+/// What a call reads.
+pub(crate) struct Call {
+    pub(crate) options: Options,
+    pub(crate) q: Memory,
+    pub(crate) k: Memory,
+    pub(crate) v: Memory,
+}
+
+impl Call {
+    fn new([q, k, v, _]: &[Bound<'_, PyAny>; 4], options: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        let options = Options::of(options)?;
+        let on = |name, object| Memory::on(options.stream, name, object);
+        let (q, k, v) = (on("q", q)?, on("k", k)?, on("v", v)?);
+        Ok(Self { options, q, k, v })
+    }
+
+    /// Attention into `out`, or into what `make` makes where that is `None`.
+    fn run(self, out: &Bound<'_, PyAny>, make: &Bound<'_, PyAny>) -> PyResult<Results> {
+        if let Some(stream) = self.options.stream {
+            return cuda::attention(&self, out, make, stream);
+        }
+        let Self { options, q, k, v } = &self;
+        let (py, axes) = (make.py(), options.axes());
+        let (q_view, k_view, v_view) = (q.view(axes)?, k.view(axes)?, v.view(axes)?);
+        let attention = options.attention()?;
+        let desc = attention.desc(&q_view, &k_view, &v_view);
+        let inputs = attention.inputs(q_view, k_view, v_view);
+        // A wrong problem is refused before there is memory for its result.
+        let planned = py.detach(|| {
+            Runner::with_current(|runner| runner.plan(&desc).map(|plan| plan.problem().dims().out_shape()))
+        });
+        let shape = planned.map_err(refused)?;
+        let mut made = Made::new(out, options, (axes, shape), make)?;
+        let mut others = vec![q, k, v];
+        others.extend(options.mask());
+        let mut outputs = made.outputs(axes, &others)?;
+        py.detach(|| Runner::with_current(|runner| runner.run(&desc, &inputs, &mut outputs)))
+            .map_err(refused)?;
+        Ok(made.results())
+    }
+}
+
 /// Attention. `tensors` are q, k, v and out, which may be `None`; `make(name, shape)` makes a tensor of the kind and dtype of the result,
 /// or a logsumexp of float32 where the name is `lse`.
 #[pyfunction]
@@ -23,33 +65,11 @@ pub(crate) fn attention(
     options: &Bound<'_, PyTuple>,
     make: &Bound<'_, PyAny>,
 ) -> PyResult<Results> {
-    let py = make.py();
     process::compute()?;
-    let options = Options::of(options)?;
-    if let Some(stream) = options.stream {
-        return cuda::attention(&tensors, &options, make, stream);
-    }
-    let [q, k, v, out] = &tensors;
-    let axes = options.axes();
-    let (q, k, v) = (Memory::of("q", q)?, Memory::of("k", k)?, Memory::of("v", v)?);
-    let (q_view, k_view, v_view) = (q.view(axes)?, k.view(axes)?, v.view(axes)?);
-    let attention = options.attention()?;
-    let desc = attention.desc(&q_view, &k_view, &v_view);
-    let inputs = attention.inputs(q_view, k_view, v_view);
-    // A wrong problem is refused before there is memory for its result.
-    let planned = py.detach(|| {
-        Runner::with_current(|runner| runner.plan(&desc).map(|plan| plan.problem().dims().out_shape()))
-    });
-    let shape = planned.map_err(refused)?;
-    let mut made = Made::new(out, &options, (axes, shape), make)?;
-    let mut others = vec![&q, &k, &v];
-    others.extend(options.mask());
-    let mut outputs = made.outputs(axes, &others)?;
-    py.detach(|| Runner::with_current(|runner| runner.run(&desc, &inputs, &mut outputs))).map_err(refused)?;
-    Ok(made.results())
+    Call::new(&tensors, options)?.run(&tensors[3], make)
 }
 
-/// [`attention`] where all tensors are plain, `classes` and `records` as in [`Plain`]; `None` where they are not, or cannot be read.
+/// [`attention`] where all tensors are plain, `classes` and `records` as in [`Plainness`]; `None` where they are not, or cannot be read.
 #[pyfunction]
 pub(crate) fn attention_plain(
     tensors: [Bound<'_, PyAny>; 4],
@@ -58,12 +78,13 @@ pub(crate) fn attention_plain(
     classes: &Bound<'_, PyTuple>,
     records: bool,
 ) -> PyResult<Option<Results>> {
-    if !(Plain { classes, records }.holds(&tensors, options)?) {
+    process::compute()?;
+    if !(Plainness { classes, records }.holds(&tensors, options)?) {
         return Ok(None);
     }
-    match attention(tensors, options, make) {
+    match Call::new(&tensors, options) {
         Err(error) if is_unreadable(make.py(), &error) => Ok(None),
-        results => results.map(Some),
+        call => call?.run(&tensors[3], make).map(Some),
     }
 }
 

@@ -2,10 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use crate::attention::{Made, Results};
+use crate::attention::{Call, Made, Results};
 use crate::failure::refused;
-use crate::memory::{Memory, Stream};
-use crate::options::Options;
+use crate::memory::Stream;
 use flashtile::cuda::cudarc::driver::{CudaStream, sys::CUstream};
 use flashtile::cuda::{Cuda, CudaError, DeviceInputs, Session};
 use flashtile::{Dims, ProblemDesc};
@@ -13,18 +12,15 @@ use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// [`crate::attention::attention`] where all tensors are on the device of a stream. Returns before the work has ended.
+/// A call whose tensors are on the device of a stream. Returns before the work has ended.
 pub(crate) fn attention(
-    tensors: &[Bound<'_, PyAny>; 4],
-    options: &Options,
+    Call { options, q, k, v }: &Call,
+    out: &Bound<'_, PyAny>,
     make: &Bound<'_, PyAny>,
     stream: Stream,
 ) -> PyResult<Results> {
     let py = make.py();
-    let [q, k, v, out] = tensors;
     let axes = options.axes();
-    let on = |name, object| Memory::on(Some(stream), name, object);
-    let (q, k, v) = (on("q", q)?, on("k", k)?, on("v", v)?);
     let (q_view, k_view) = (q.device_view(axes, stream)?, k.device_view(axes, stream)?);
     let v_view = v.device_view(axes, stream)?;
     let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q_view.shape, k_view.shape);
@@ -46,7 +42,7 @@ pub(crate) fn attention(
     };
     let shape = py.detach(|| Session::with_current(&stream_of_call, shape)?).map_err(refused)?;
     let mut made = Made::new(out, options, (axes, shape), make)?;
-    let mut others = vec![&q, &k, &v];
+    let mut others = vec![q, k, v];
     others.extend(options.mask());
     let mut outputs = made.device_outputs(axes, &others, stream)?;
     let run = |session: &mut Session| session.run(&desc, &inputs, &mut outputs);

@@ -13,12 +13,13 @@ mod quality;
 mod tensors;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 /// The module.
 #[pymodule]
 fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("OPTIONS", options::NAMES)?;
+    module.add("OPTIONS", PyTuple::new(module.py(), options::NAMES)?)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;

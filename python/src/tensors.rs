@@ -1,20 +1,25 @@
 //! Tensors of PyTorch, asked for what their memory does not say.
 
+use crate::memory::is_numpy;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 
-/// Tensors that are their elements in memory, and of which nobody records how they are used.
-pub(crate) struct Plain<'a, 'py> {
+/// What makes a tensor its elements in memory, and nothing that somebody records or computes otherwise.
+pub(crate) struct Plainness<'a, 'py> {
     /// Classes of tensors without operators of their own.
     pub(crate) classes: &'a Bound<'py, PyTuple>,
     /// Whether autograd records.
     pub(crate) records: bool,
 }
 
-impl<'py> Plain<'_, 'py> {
+/// Lists of options have lists of numbers in them, and these nothing.
+const MAX_DEPTH: usize = 2;
+
+impl<'py> Plainness<'_, 'py> {
     /// Whether all of `tensors` and those among the options are plain: of the classes, neither views that negate, nor differentiated.
-    /// Whatever else makes a tensor more than its elements leaves it without memory, so that reading it is refused.
+    /// Whatever else makes a tensor more than its elements leaves its storage without memory, so that reading it is refused.
     pub(crate) fn holds(
         &self,
         tensors: &[Bound<'py, PyAny>],
@@ -25,7 +30,7 @@ impl<'py> Plain<'_, 'py> {
                 return Ok(false);
             }
         }
-        self.are_options(options.iter())
+        self.are_options(options.iter(), 0)
     }
 
     fn is_tensor(&self, x: &Bound<'py, PyAny>) -> PyResult<bool> {
@@ -35,26 +40,37 @@ impl<'py> Plain<'_, 'py> {
             && !x.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
     }
 
-    /// Whether an option is a number, a name, a list of them, or a plain tensor.
-    fn is_option(&self, x: &Bound<'py, PyAny>) -> PyResult<bool> {
-        let is_word = x.is_none()
+    /// Whether an option is a number, a name, an array, a list of numbers, or a plain tensor.
+    fn is_option(&self, x: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
+        let is_scalar = x.is_none()
             || x.is_exact_instance_of::<PyBool>()
             || x.is_exact_instance_of::<PyString>()
             || x.is_exact_instance_of::<PyInt>()
             || x.is_exact_instance_of::<PyFloat>();
-        if is_word {
+        if is_scalar {
             return Ok(true);
         }
-        if let Ok(tuple) = x.cast_exact::<PyTuple>() {
-            return self.are_options(tuple.iter());
+        if depth < MAX_DEPTH {
+            if let Ok(tuple) = x.cast_exact::<PyTuple>() {
+                return self.are_options(tuple.iter(), depth + 1);
+            }
+            if let Ok(list) = x.cast_exact::<PyList>() {
+                return self.are_options(list.iter(), depth + 1);
+            }
         }
-        if let Ok(list) = x.cast_exact::<PyList>() {
-            return self.are_options(list.iter());
-        }
-        self.is_tensor(x)
+        Ok(is_numpy(x)? || is_numpy_scalar(x)? || self.is_tensor(x)?)
     }
 
-    fn are_options(&self, mut items: impl Iterator<Item = Bound<'py, PyAny>>) -> PyResult<bool> {
-        items.try_fold(true, |all, item| Ok(all && self.is_option(&item)?))
+    fn are_options(
+        &self,
+        mut items: impl Iterator<Item = Bound<'py, PyAny>>,
+        depth: usize,
+    ) -> PyResult<bool> {
+        items.try_fold(true, |all, item| Ok(all && self.is_option(&item, depth)?))
     }
+}
+
+fn is_numpy_scalar(x: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static GENERIC: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    x.is_instance(GENERIC.import(x.py(), "numpy", "generic")?)
 }

@@ -1,6 +1,7 @@
 """`attention` over arrays of numpy, and over DLPack."""
 
 import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -234,6 +235,13 @@ def test_errors_of_out(rng):
     refused(ValueError, "out has shape", q, k, v, out=numpy.empty((2, 4, 33, 31), numpy.float32))
     refused(TypeError, "out is f16, expected f32", q, k, v, out=numpy.empty(q.shape, numpy.float16))
     refused(BufferError, "overlap", q, k, v, out=numpy.lib.stride_tricks.as_strided(numpy.empty(q[0].size, numpy.float32), q.shape, (0, *q.strides[1:])))
+
+
+def test_options_are_in_the_order_of_the_extension():
+    from flashtile import _flashtile
+
+    names = tuple(inspect.signature(attention).parameters)
+    assert names == ("q", "k", "v", *_flashtile.OPTIONS[:-1], "out")
 
 
 def test_errors_of_options(rng):

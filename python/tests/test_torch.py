@@ -215,6 +215,35 @@ def test_storage_that_was_cut(qkv):
         attention(lost, *qkv[1:])
 
 
+def test_zeros_without_memory(qkv):
+    """A slice of one has an address that is not null, and no memory there."""
+    q, k, v = qkv
+    zeros = torch._efficientzerotensor((2, *q.shape))[1]
+    for given in ((zeros, k, v), (q, k, zeros)):
+        with pytest.raises(BufferError, match="has strides|its storage has 0"):
+            attention(*given)
+
+
+def test_options_of_numpy(qkv):
+    q, k, v = qkv
+    by_numbers = attention(q, k, v, scale=0.25, sinks=[0.5] * q.shape[1], kv_lens=[33] * len(q))
+    kv_lens = numpy.full(len(q), 33, ">i8")[::-1]
+    assert torch.equal(attention(q, k, v, scale=numpy.float32(0.25), sinks=numpy.full(q.shape[1], 0.5), kv_lens=kv_lens), by_numbers)
+    rows = q[0].transpose(0, 1).contiguous()
+    total = len(rows)
+    assert torch.equal(attention(rows, rows, rows, cu_seqlens=(numpy.int64(0), numpy.int64(total))), attention(rows, rows, rows, cu_seqlens=[0, total]))
+    with pytest.raises(TypeError, match="kv_lens is"):
+        attention(q, k, v, kv_lens=numpy.full(len(q), 33.5))
+    with pytest.raises(TypeError, match="sinks is a numpy.ma.MaskedArray"):
+        attention(q, k, v, sinks=numpy.ma.array([0.0] * q.shape[1]))
+    with pytest.raises(ValueError, match="sinks requires one"):
+        attention(q, k, v, sinks=[torch.nn.Parameter(torch.zeros(())) for _ in range(q.shape[1])])
+    endless = []
+    endless.append(endless)
+    with pytest.raises(RecursionError):
+        attention(q, k, v, kv_lens=endless)
+
+
 def negated(x):
     """The elements of x, as memory that holds them with the other sign."""
     return torch._neg_view(-x)

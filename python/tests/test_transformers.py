@@ -408,6 +408,30 @@ def test_packed_sequences():
 
 
 @torch.no_grad()
+def test_packed_sequences_of_a_model_that_sees_all_keys():
+    """Such a model makes a mask, which hides nothing and does not keep the sequences from being told apart."""
+    config = transformers.BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
+    config._attn_implementation = "flashtile"
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(0, 99, (1, 7))
+    ends, positions = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    packed = model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=4, max_length_k=4)
+    apart = [model(ids[:, part]).last_hidden_state for part in (slice(0, 3), slice(3, 7))]
+    torch.testing.assert_close(packed.last_hidden_state, torch.cat(apart, 1), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_layers_that_call_themselves_causal_in_a_model_that_sees_all_keys():
+    q, k, v = tensors()
+    make = flashtile.transformers._masks(lambda **_: None)
+    for size in ({"q_length": 7}, {"cache_position": torch.arange(7)}):
+        mask = make(batch_size=2, kv_length=7, allow_is_bidirectional_skip=True, **size)
+        got, _ = flashtile.transformers.attention_forward(Layer(is_causal=True), q, k, v, mask)
+        torch.testing.assert_close(got, defined(q, k, v), rtol=0, atol=1e-5)
+    assert make(batch_size=2, q_length=7, kv_length=7) is None
+
+
+@torch.no_grad()
 def test_layers_that_do_not_say_whether_they_are_causal():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="Layer does not say whether it is causal, and gives no mask"):

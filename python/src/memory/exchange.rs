@@ -2,14 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::dlpack::DlTensor;
+use super::block::Described;
+use super::dlpack::{CUDA, DlTensor};
+use super::{Place, Stream, place};
 use pyo3::exceptions::PyBufferError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
-use std::ptr::NonNull;
+use std::ptr::{NonNull, null_mut};
 
 /// `DLPackExchangeAPI` of DLPack.
 #[repr(C)]
@@ -23,40 +25,41 @@ struct Exchange {
     to_python: *const c_void,
     /// Describes the memory of a Python object: 0, or -1 with an exception set. May be null.
     borrow: Option<unsafe extern "C" fn(*mut pyo3::ffi::PyObject, *mut DlTensor) -> c_int>,
-    current_stream: *const c_void,
+    /// The stream on which the library works on a device now: 0, or -1 with an exception set.
+    current_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int>,
 }
 
-/// The description of the object's memory, where the library of its type has the exchange API, else `None`.
+/// The memory of the argument with this name, where the library of its type has the exchange API, else `None`: also where the library works
+/// on another stream than this one, for which the memory may not be ready.
 ///
-/// It is valid while the object lives and nobody changes its shape, strides or storage. Work on the stream that is current in the library
-/// may access the memory, and no other stream waits for it.
+/// The description is true while the tensor lives and nobody gives it another storage.
 ///
 /// # Errors
 /// `BufferError` where the library refuses, as for a tensor without memory.
-pub(super) fn borrow(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<DlTensor>> {
+pub(super) fn borrow(
+    stream: Option<Stream>,
+    name: &str,
+    object: &Bound<'_, PyAny>,
+) -> PyResult<Option<(Described, Place)>> {
     let py = object.py();
-    let Some(table) = object.get_type().getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))? else {
+    let Some(table) = table(object)? else {
         return Ok(None);
     };
-    let table: NonNull<Exchange> =
-        table.cast::<PyCapsule>()?.pointer_checked(Some(c"dlpack_exchange_api"))?.cast();
-    let mut table = Some(table);
-    let borrow = loop {
-        let Some(of) = table else {
-            return Ok(None);
-        };
-        // SAFETY: a capsule of the name holds a table that lives as long as the process does. In every version it begins with the version
-        // and the address of an older table.
-        let (major, older) = unsafe { ((*of.as_ptr()).major, (*of.as_ptr()).older) };
-        if major == 1 {
-            // SAFETY: as above; version 1 has the fields of `Exchange`.
-            break unsafe { (*of.as_ptr()).borrow };
-        }
-        table = NonNull::new(older);
-    };
+    // SAFETY: as `table` says, of version 1.
+    let (borrow, current_stream) = unsafe { ((*table.as_ptr()).borrow, (*table.as_ptr()).current_stream) };
     let Some(borrow) = borrow else {
         return Ok(None);
     };
+    if let Some(stream) = stream {
+        let mut current = null_mut();
+        // SAFETY: the place is valid for a write, and this thread holds the interpreter, as the table demands.
+        let status = current_stream.map_or(-1, |of| unsafe { of(CUDA, stream.device, &raw mut current) });
+        // No exception is set, or it is of no use: the tensor is asked in another way.
+        drop(PyErr::take(py).filter(|_| status != 0));
+        if status != 0 || current as usize != stream.handle {
+            return Ok(None);
+        }
+    }
     let mut tensor = MaybeUninit::uninit();
     // SAFETY: the object is alive and this thread holds the interpreter, as the table demands.
     let status = unsafe { borrow(object.as_ptr(), tensor.as_mut_ptr()) };
@@ -65,5 +68,28 @@ pub(super) fn borrow(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<D
         return Err(PyBufferError::new_err(format!("{name} has no memory that DLPack describes{reason}")));
     }
     // SAFETY: the function wrote it.
-    Ok(Some(unsafe { tensor.assume_init() }))
+    let tensor: DlTensor = unsafe { tensor.assume_init() };
+    let place = place(name, tensor.device(), stream)?;
+    // SAFETY: DLPack promises `ndim` sizes and strides until the library runs again, which needs the interpreter.
+    let described = unsafe { tensor.described(name, false)? };
+    Ok(Some((described, place)))
+}
+
+/// The table of an object's type, if it has one of version 1. It lives as long as the process does.
+fn table(object: &Bound<'_, PyAny>) -> PyResult<Option<NonNull<Exchange>>> {
+    let capsule = object.get_type().getattr_opt(intern!(object.py(), "__dlpack_c_exchange_api__"))?;
+    let named = |capsule: Bound<'_, PyAny>| {
+        let capsule = capsule.cast_into::<PyCapsule>().ok()?;
+        capsule.pointer_checked(Some(c"dlpack_exchange_api")).ok()
+    };
+    let mut table: Option<NonNull<Exchange>> = capsule.and_then(named).map(NonNull::cast);
+    while let Some(of) = table {
+        // SAFETY: a capsule of the name holds a table, which in every version begins with the version and the address of an older table.
+        let (major, older) = unsafe { ((*of.as_ptr()).major, (*of.as_ptr()).older) };
+        if major == 1 {
+            break;
+        }
+        table = NonNull::new(older);
+    }
+    Ok(table)
 }

@@ -16,7 +16,7 @@ mod host;
 
 pub(crate) use block::{Axes, Block};
 
-use block::{ArrayInterface, Kind, Refusal};
+use block::{ArrayInterface, Refusal};
 use dlpack::Managed;
 use flashtile::{MaskView, TensorView, TensorViewMut};
 use pyo3::exceptions::{PyAttributeError, PyBufferError, PyTypeError, PyValueError};
@@ -79,7 +79,11 @@ pub(crate) struct Stream {
     pub(crate) handle: usize,
 }
 
-static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+/// Whether an object is an array of numpy, and of no subclass.
+pub(crate) fn is_numpy(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    Ok(object.get_type().is(NDARRAY.import(object.py(), "numpy", "ndarray")?))
+}
 
 /// Memory of an array or tensor.
 ///
@@ -107,7 +111,7 @@ impl Memory {
     ) -> PyResult<Self> {
         let py = object.py();
         // What a type tells comes first: a missing attribute costs an exception and its text.
-        if object.get_type().is(NDARRAY.import(py, "numpy", "ndarray")?) {
+        if is_numpy(object)? {
             // DLPack takes a tenth of the time, and refuses what only numpy has: arrays that are read-only, dtypes of ml_dtypes.
             return match object.call_method0(intern!(py, "__dlpack__")) {
                 Ok(capsule) => Self::of_capsule(stream, name, capsule.cast::<PyCapsule>()?, None),
@@ -117,9 +121,13 @@ impl Memory {
         if let Ok(capsule) = object.cast::<PyCapsule>() {
             return Self::of_capsule(stream, name, capsule, None);
         }
-        if let Some(tensor) = exchange::borrow(name, object)? {
-            let stored = |kind| stored_bytes(name, object, kind);
-            return Self::of_borrowed(stream, name, object, &tensor, stored);
+        if let Some((described, place)) = exchange::borrow(stream, name, object)? {
+            let storage = Storage::of(name, object)?;
+            let available = storage.as_ref().map(|storage| storage.bytes_from(described.ptr));
+            let block = Block::new(name, described, available)?;
+            // The storage stays where it is, where a tensor may be given another one.
+            let owner = storage.map_or_else(|| object.clone(), |storage| storage.object);
+            return Ok(Self { block, place, _owner: owner.unbind() });
         }
         if object.hasattr(intern!(py, "__array_interface__"))? {
             return Self::of_array(name, object);
@@ -138,10 +146,13 @@ impl Memory {
         name: &'static str,
         object: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        match exchange::borrow(name, object)? {
-            Some(tensor) => Self::of_borrowed(stream, name, object, &tensor, |_| Ok(None)),
-            None => Self::on(stream, name, object),
+        if !is_numpy(object)?
+            && let Some((described, place)) = exchange::borrow(stream, name, object)?
+        {
+            let block = Block::new(name, described, None)?;
+            return Ok(Self { block, place, _owner: object.clone().unbind() });
         }
+        Self::on(stream, name, object)
     }
 
     fn of_array(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -195,22 +206,6 @@ impl Memory {
         Self::of_capsule(stream, name, &capsule.cast_into::<PyCapsule>()?, Some(object))
     }
 
-    /// A tensor whose library describes it without a capsule. `stored` gives bytes of its storage from the first element on.
-    fn of_borrowed(
-        stream: Option<Stream>,
-        name: &'static str,
-        object: &Bound<'_, PyAny>,
-        tensor: &dlpack::DlTensor,
-        stored: impl FnOnce(Kind) -> PyResult<Option<usize>>,
-    ) -> PyResult<Self> {
-        let place = place(name, tensor.device(), stream)?;
-        // SAFETY: DLPack promises `ndim` sizes and strides while the object lives and nobody reshapes it, which needs the interpreter.
-        let described = unsafe { tensor.described(name, false)? };
-        let available = stored(described.kind)?;
-        let block = Block::new(name, described, available)?;
-        Ok(Self { block, place, _owner: object.clone().unbind() })
-    }
-
     /// `tensor` is the object that gave the capsule. The capsule is not renamed: it stays the owner, and frees what it holds when it is
     /// dropped.
     fn of_capsule(
@@ -229,8 +224,8 @@ impl Memory {
         let place = place(name, memory.device(), stream)?;
         // SAFETY: DLPack promises `ndim` sizes and strides while the capsule lives.
         let described = unsafe { memory.described(name, readonly)? };
-        let available =
-            tensor.map(|tensor| stored_bytes(name, tensor, described.kind)).transpose()?.flatten();
+        let storage = tensor.map(|tensor| Storage::of(name, tensor)).transpose()?.flatten();
+        let available = storage.map(|storage| storage.bytes_from(described.ptr));
         let block = Block::new(name, described, available)?;
         Ok(Self { block, place, _owner: capsule.clone().into_any().unbind() })
     }
@@ -273,19 +268,33 @@ impl Memory {
     }
 }
 
-/// Bytes of a tensor's storage from the first element on: PyTorch shrinks storages of which there are tensors. `None` where the library
-/// has no such thing.
-fn stored_bytes(name: &str, tensor: &Bound<'_, PyAny>, kind: Kind) -> PyResult<Option<usize>> {
-    let py = tensor.py();
-    let storage = match tensor.call_method0(intern!(py, "untyped_storage")) {
-        Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(None),
-        storage => {
-            storage.map_err(|error| PyBufferError::new_err(format!("{name} has no storage: {error}")))?
-        }
-    };
-    let bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-    let start: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
-    Ok(Some(bytes.saturating_sub(start.saturating_mul(kind.bytes()))))
+/// The storage of a tensor of PyTorch, which may be smaller than the tensor since it was resized.
+struct Storage<'py> {
+    object: Bound<'py, PyAny>,
+    start: usize,
+    bytes: usize,
+}
+
+impl<'py> Storage<'py> {
+    /// `None` where the library has no such thing.
+    fn of(name: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        let py = tensor.py();
+        let object = match tensor.call_method0(intern!(py, "untyped_storage")) {
+            Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(None),
+            object => {
+                object.map_err(|error| PyBufferError::new_err(format!("{name} has no storage: {error}")))?
+            }
+        };
+        let start = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let bytes = object.call_method0(intern!(py, "nbytes"))?.extract()?;
+        Ok(Some(Self { object, start, bytes }))
+    }
+
+    /// Bytes from an element on: none where the storage has no memory, as that of zeros and of a freed tensor.
+    fn bytes_from(&self, first: *mut u8) -> usize {
+        let end = if self.start == 0 { 0 } else { self.start.saturating_add(self.bytes) };
+        end.saturating_sub(first as usize)
+    }
 }
 
 fn blocks<'a>(of: &[&'a Memory]) -> Vec<&'a Block> {
