@@ -223,6 +223,37 @@ fn cache(layout: CacheLayout, codec: Codec) -> KvCache {
     cache
 }
 
+/// `q . mean` overflows here, which makes the maximum of a block infinite: rows whose task has one block come out as rows whose task has two.
+#[test]
+fn means_whose_products_overflow_give_the_same_rows_in_chunks() {
+    const TOKENS: usize = 600;
+    let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+    let (mean, values) = ([3e38f32; 16], numbers(TOKENS * 16, 50));
+    for sign in [2.0f32, -2.0] {
+        let run = |chunks: &[usize]| {
+            let layout = CacheLayout::Contiguous { slots: 1, capacity: TOKENS };
+            let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::Int8)).unwrap();
+            cache.set_key_mean(0, &mean).unwrap();
+            let (seq, mut all, mut first) = (cache.create().unwrap(), Vec::new(), 0);
+            for &n in chunks {
+                let (q, k, mut out) = (vec![sign; n * 16], vec![3e38f32; n * 16], vec![0.0f32; n * 16]);
+                let of = |x| TensorView::packed(x, [n, 1, 16]).unwrap();
+                let v = of(&values[16 * first..][..16 * n]);
+                let mut step = cache.step(&[(seq, n)]).unwrap();
+                step.attend(0, of(&q), of(&k), v, &mut TensorViewMut::packed(&mut out, [n, 1, 16]).unwrap())
+                    .unwrap();
+                step.finish().unwrap();
+                all.extend(out.into_iter().map(|x| if x.is_nan() { None } else { Some(x.to_bits()) }));
+                first += n;
+            }
+            all
+        };
+        let (whole, chunks) = (run(&[TOKENS]), run(&[20, 1, 200, TOKENS - 221]));
+        let differs = |row: &usize| whole[16 * row..][..16] != chunks[16 * row..][..16];
+        assert_eq!((0..TOKENS).find(differs), None, "a row of queries of {sign}");
+    }
+}
+
 /// Runs a step with random rows, and returns the output of both layers.
 fn step(cache: &mut KvCache, batch: &[(SeqId, usize)], options: Attention<'_>) -> Vec<f32> {
     let total: usize = batch.iter().map(|&(_, n)| n).sum();

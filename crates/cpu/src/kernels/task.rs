@@ -2,8 +2,9 @@
 //!
 //! A task computes some query rows of one key/value head over some blocks of keys. For each block and each tile of rows that
 //! sees it, four phases follow each other: scores (`q . k`), probabilities (bias, mask and softmax numerator of the block),
-//! values (`p . v`), and the fold into the running state of the rows (online softmax). The phases are functions of an
-//! instruction set ([`Kernels`](super::state::Kernels)), called once a tile or block; everything here is compiled once, for any machine.
+//! values (`p . v`), and the fold into the running state of the rows (online softmax), which rows of a single block do without. The
+//! phases are functions of an instruction set ([`Kernels`](super::state::Kernels)), called once a tile or block; everything here is
+//! compiled once, for any machine.
 
 #![allow(unsafe_code)]
 
@@ -153,8 +154,11 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
         work.pack_queries();
-        let in_one_block =
-            task.blocks.end == task.blocks.start + 1 && task.from.is_none() && task.target == Target::Out;
+        // A constant of a row's scores may be infinite, which a fold turns into a sum of 0 or NaN.
+        let in_one_block = task.blocks.end == task.blocks.start + 1
+            && task.from.is_none()
+            && task.target == Target::Out
+            && work.mean_scores().is_none();
         if !in_one_block {
             work.start(count, task.from);
         }
