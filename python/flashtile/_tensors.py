@@ -5,7 +5,6 @@ import re
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.dlpack import to_dlpack
 
 # Dispatch keys of a tensor that is its elements in memory and nothing else, and of one whose elements are computed from memory at a read.
 _PLAIN_KEYS = {"DispatchKeySet", "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"}
@@ -82,15 +81,12 @@ def readable(name, x):
 
 
 def lent(name, x):
-    """What the extension module reads the memory of a tensor from. Raises as `readable`."""
+    """A tensor that the extension module reads memory from. Raises as `readable`."""
     elements = readable(name, x)
     if name == "out" and elements is not x:
         raise BufferError("out is a lazy view, whose memory holds other values than it: give memory of its own")
-    if EXCHANGES:
-        return elements
-    # No capsule is made of a tensor that says that it requires a gradient, also where none is recorded.
-    elements = elements.detach()
-    return to_dlpack(elements) if elements.is_cuda else elements
+    # `__dlpack__` takes no tensor that says that it requires a gradient, also where none is recorded.
+    return elements if EXCHANGES else elements.detach()
 
 
 def maker(like):

@@ -175,7 +175,7 @@ def _masks(sdpa_mask):
         if config is not None and (type(config) in _always_masked or getattr(config.get_text_config(), "num_kv_shared_layers", None)):
             allow_is_causal_skip = False
         made = sdpa_mask(*args, config=config, allow_is_causal_skip=allow_is_causal_skip, **options)
-        return _of_all_keys(**options) if made is None and options.get("allow_is_bidirectional_skip") else made
+        return _of_all_keys(*args, **options) if made is None and options.get("allow_is_bidirectional_skip") else made
 
     return mask
 

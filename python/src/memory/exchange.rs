@@ -54,8 +54,8 @@ pub(super) fn borrow(
         let mut current = null_mut();
         // SAFETY: the place is valid for a write, and this thread holds the interpreter, as the table demands.
         let status = current_stream.map_or(-1, |of| unsafe { of(CUDA, stream.device, &raw mut current) });
-        // No exception is set, or it is of no use: the tensor is asked in another way.
-        drop(PyErr::take(py).filter(|_| status != 0));
+        // An exception is of no use: the tensor is asked in another way.
+        drop(PyErr::take(py));
         if status != 0 || current as usize != stream.handle {
             return Ok(None);
         }

@@ -92,7 +92,7 @@ pub(crate) fn is_numpy(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 pub(crate) struct Memory {
     pub(crate) block: Block,
     place: Place,
-    /// The array, the tensor or the capsule, which owns the memory.
+    /// The array, the tensor, its storage or its capsule, which owns the memory.
     _owner: Py<PyAny>,
 }
 
@@ -279,21 +279,22 @@ impl<'py> Storage<'py> {
     /// `None` where the library has no such thing.
     fn of(name: &str, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
         let py = tensor.py();
+        let without_memory = |error| PyBufferError::new_err(format!("{name} has no memory: {error}"));
         let object = match tensor.call_method0(intern!(py, "untyped_storage")) {
             Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(None),
             object => {
                 object.map_err(|error| PyBufferError::new_err(format!("{name} has no storage: {error}")))?
             }
         };
-        let start = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let start = object.call_method0(intern!(py, "data_ptr")).map_err(without_memory)?.extract()?;
         let bytes = object.call_method0(intern!(py, "nbytes"))?.extract()?;
         Ok(Some(Self { object, start, bytes }))
     }
 
-    /// Bytes from an element on: none where the storage has no memory, as that of zeros and of a freed tensor.
+    /// Bytes from an element on: none where the storage does not have it, as after it was freed.
     fn bytes_from(&self, first: *mut u8) -> usize {
-        let end = if self.start == 0 { 0 } else { self.start.saturating_add(self.bytes) };
-        end.saturating_sub(first as usize)
+        let end = self.start.saturating_add(self.bytes);
+        if (self.start..=end).contains(&(first as usize)) { end - first as usize } else { 0 }
     }
 }
 
