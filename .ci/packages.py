@@ -9,8 +9,7 @@
 - A package holds the sources, the README and both licences, with the text of the repository's own; links of its README work anywhere.
 - The unpacked packages compile: the crates that users name by themselves, and every crate with all features.
 
-With --files, nothing is compiled. With --planted, faults are planted in a copy of the tree one after another, and each must be found, without
-compiling. With --docs, the packages are documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
+With --files, nothing is compiled. With --planted, faults are planted in a copy of the tree one after another, and each must be found. With --docs, the packages are documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
 """
 
 import json
@@ -228,6 +227,8 @@ class Planted:
     expected: str
     old: str | None = None
     new: str | None = None
+    # What is compiled, where the fault is seen by the compiler alone.
+    selection: tuple = ()
 
     def plant(self, root):
         path = root / self.file
@@ -279,6 +280,13 @@ PLANTED = {
         old='"/src/**"',
         new='"/src/**/*.rs"',
     ),
+    "a file of the repository that a source includes": Planted(
+        "crates/core/src/lib.rs",
+        "-p flashtile-core: does not compile from its package",
+        old="\nmod ",
+        new='\nconst _: &str = include_str!("../../../rustfmt.toml");\nmod ',
+        selection=("-p", "flashtile-core"),
+    ),
 }
 
 
@@ -300,6 +308,9 @@ def planted():
         copy(root)
         fault.plant(root)
         new = [line for line in check(root, packages) if line not in clean]
+        if fault.selection:
+            workspace(root, published(root), packages)
+            new += compiles([fault.selection], packages)
         if any(fault.expected in line for line in new):
             print(f"found, as it must be: {what}")
         else:
