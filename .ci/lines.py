@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts lines by room of the house.
+"""Counts lines by part of the tree.
 
     .ci/lines.py [COMMIT]
 
@@ -21,7 +21,7 @@ TESTS = re.compile(r"(^|/)(tests|benches|goldens?|fuzz)/|(^|_)tests\.rs$|/tests\
 
 
 def room(path):
-    """The room that a file belongs to, or None."""
+    """The part that a file counts to, or None."""
     first = path.split("/")[0]
     if path.endswith(".md"):
         return "documents"
@@ -37,7 +37,7 @@ def room(path):
 
 
 def counted(files):
-    """Lines by room of pairs of a path and its text."""
+    """Lines by part. `files` are pairs of a path and its text."""
     lines = Counter()
     for path, text in files:
         of = room(path)

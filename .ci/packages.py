@@ -9,7 +9,8 @@
 - A package holds the sources, the README and both licences, with the text of the repository's own; links of its README work anywhere.
 - The unpacked packages compile: the crates that users name by themselves, and every crate with all features.
 
-With --files, nothing is compiled. With --planted, faults are planted in a copy of the tree one after another, and each must be found. With --docs, the packages are documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
+With --files, nothing is compiled. With --planted, faults are planted in a copy of the tree one after another, and each must be found. With
+--docs, the packages are documented as docs.rs does it, without warnings, and pages of items that need a feature must say so.
 """
 
 import json
@@ -227,7 +228,7 @@ class Planted:
     expected: str
     old: str | None = None
     new: str | None = None
-    # What is compiled, where the fault is seen by the compiler alone.
+    # Crates to compile, for a fault that only the compiler finds.
     selection: tuple = ()
 
     def plant(self, root):

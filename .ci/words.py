@@ -3,8 +3,8 @@
 
     .ci/words.py [PATTERN]        with a PATTERN, the lines that have it
 
-It reads sources, tests, documents and scripts; not this file, the glossary, recorded benchmarks, nor links to files
-that it reads anyway. A word that is right elsewhere is looked for only in files whose path matches the third column.
+It reads sources, tests, documents and scripts; not this file, the glossary, recorded benchmarks, nor links to files that it reads anyway.
+A word that is right elsewhere is looked for only in files whose path matches the third column.
 """
 
 import re

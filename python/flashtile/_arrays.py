@@ -58,25 +58,24 @@ def lent(name, x):
     return x
 
 
-def numbers(name, x):
-    """An argument that the extension module reads as numbers, or as lists of them."""
+def check_numbers(name, x):
+    """Refuses numbers, or lists of them, of which the extension module would read the elements alone. Raises as `lent`."""
     if isinstance(x, (list, tuple)):
         for each in x:
             if not isinstance(each, (int, float)):
-                numbers(name, each)
+                check_numbers(name, each)
     elif is_torch(x):
         tensors().readable(name, x)
     else:
         check_array(name, x)
-    return x
 
 
 def checked(options):
-    """Options whose tensors the extension module reads as what they are."""
+    """The options, refused where the extension module would lose what a tensor or an array says beside its elements."""
     for name in _NUMBERS:
         value = getattr(options, name)
         if value is not None:
-            numbers(name, value)
+            check_numbers(name, value)
     return options if options.mask is None else options._replace(mask=lent("mask", options.mask))
 
 

@@ -23,7 +23,7 @@ def attention_plain(tensors, options, make, classes, records):
 
 
 def _is_plain(x, classes):
-    """Whether numbers are what they are on another device too."""
+    """True for numbers that lose nothing when they are moved to another device."""
     if type(x) in (list, tuple):
         return all(type(number) in (int, float) for number in x)
     return x is None or (type(x) in classes and is_plain(x) and not needs_grad(x))

@@ -12,7 +12,7 @@ _LAZY_KEYS = {"Negative", "Conjugate", "ZeroTensor"}
 _NO_OPERATORS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 _plain = {}
 
-# Whether DLPack's exchange API describes tensors, as it does from PyTorch 2.10 on.
+# True from PyTorch 2.10 on, whose tensors have DLPack's exchange API.
 EXCHANGES = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 

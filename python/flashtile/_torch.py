@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
-from ._arrays import checked, lent, maker, numbers
+from ._arrays import check_numbers, checked, lent, maker
 from ._options import Options
 from ._tensors import EXCHANGES, check, check_tangent
 
@@ -54,9 +54,9 @@ def _check(named, options):
     starts = options.cu_seqlens
     lists = {"kv_lens": options.kv_lens} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
     for name, x in (named | lists).items():
-        (check if isinstance(x, Tensor) else numbers)(name, x)
+        (check if isinstance(x, Tensor) else check_numbers)(name, x)
     for name in ("scale", "softcap"):
-        numbers(name, getattr(options, name))
+        check_numbers(name, getattr(options, name))
     _check_devices(named | lists)
 
 

@@ -15,7 +15,7 @@ use pyo3::types::PyTuple;
 /// Out, and the logsumexp where it was asked for.
 pub(crate) type Results = (Py<PyAny>, Option<Py<PyAny>>);
 
-/// What a call reads.
+/// Inputs and options of a call.
 pub(crate) struct Call {
     pub(crate) options: Options,
     pub(crate) q: Memory,
@@ -88,7 +88,7 @@ pub(crate) fn attention_plain(
     }
 }
 
-/// Whether a tensor may have no memory, or no elements that can be listed, which PyTorch says by `RuntimeError`.
+/// True for the errors of a tensor without memory (`BufferError`), or without elements that PyTorch can list (`RuntimeError`).
 fn is_unreadable(py: Python<'_>, error: &PyErr) -> bool {
     error.is_instance_of::<PyBufferError>(py) || error.is_instance_of::<PyRuntimeError>(py)
 }

@@ -6,19 +6,19 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 
-/// What makes a tensor its elements in memory, and nothing that somebody records or computes otherwise.
+/// The criteria of a plain tensor, which is its elements in memory: nobody records its use, and no operator is its own.
 pub(crate) struct Plainness<'a, 'py> {
     /// Classes of tensors without operators of their own.
     pub(crate) classes: &'a Bound<'py, PyTuple>,
-    /// Whether autograd records.
+    /// True where autograd records.
     pub(crate) records: bool,
 }
 
-/// Lists of options have lists of numbers in them, and these nothing.
+/// Depth of lists: a pair of lists of numbers.
 const MAX_DEPTH: usize = 2;
 
 impl<'py> Plainness<'_, 'py> {
-    /// Whether all of `tensors` and those among the options are plain: of the classes, neither views that negate, nor differentiated.
+    /// True where all of `tensors` and those among the options are plain: of the classes, neither views that negate, nor differentiated.
     /// Whatever else makes a tensor more than its elements leaves its storage without memory, so that reading it is refused.
     pub(crate) fn holds(
         &self,
@@ -40,7 +40,7 @@ impl<'py> Plainness<'_, 'py> {
             && !x.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
     }
 
-    /// Whether an option is a number, a name, an array, a list of numbers, or a plain tensor.
+    /// True for a number, a name, an array, a list of numbers, and a plain tensor.
     fn is_option(&self, x: &Bound<'py, PyAny>, depth: usize) -> PyResult<bool> {
         let is_scalar = x.is_none()
             || x.is_exact_instance_of::<PyBool>()

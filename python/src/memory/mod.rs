@@ -79,7 +79,7 @@ pub(crate) struct Stream {
     pub(crate) handle: usize,
 }
 
-/// Whether an object is an array of numpy, and of no subclass.
+/// True for a `numpy.ndarray`, and false for its subclasses.
 pub(crate) fn is_numpy(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     Ok(object.get_type().is(NDARRAY.import(object.py(), "numpy", "ndarray")?))
@@ -110,7 +110,7 @@ impl Memory {
         object: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let py = object.py();
-        // What a type tells comes first: a missing attribute costs an exception and its text.
+        // Checks of the type come first: a missing attribute costs an exception with its text.
         if is_numpy(object)? {
             // DLPack takes a tenth of the time, and refuses what only numpy has: arrays that are read-only, dtypes of ml_dtypes.
             return match object.call_method0(intern!(py, "__dlpack__")) {
@@ -140,7 +140,7 @@ impl Memory {
         Err(PyTypeError::new_err(what))
     }
 
-    /// As [`Self::on`], of an object that the package has just made, whose storage nobody has resized.
+    /// The memory of a result that the package has just allocated. Its storage is as large as its shape says, and is not asked.
     pub(crate) fn made(
         stream: Option<Stream>,
         name: &'static str,
@@ -282,9 +282,7 @@ impl<'py> Storage<'py> {
         let without_memory = |error| PyBufferError::new_err(format!("{name} has no memory: {error}"));
         let object = match tensor.call_method0(intern!(py, "untyped_storage")) {
             Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(None),
-            object => {
-                object.map_err(|error| PyBufferError::new_err(format!("{name} has no storage: {error}")))?
-            }
+            object => object.map_err(without_memory)?,
         };
         let start = object.call_method0(intern!(py, "data_ptr")).map_err(without_memory)?.extract()?;
         let bytes = object.call_method0(intern!(py, "nbytes"))?.extract()?;

@@ -11,7 +11,7 @@ use flashtile_core::codec::KvView;
 /// Writes out and lse of rows `first..first + rows` of the task from the first `rows` rows of a state.
 ///
 /// # Safety
-/// As [`Simd`]; the state is there, and no other thread writes these rows.
+/// The contract of [`Simd`] holds, `state` has `rows` rows, and no other thread writes these rows of out and lse.
 #[inline(always)]
 pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: usize, state: &RowState) {
     let problem = work.cx.plan.problem();

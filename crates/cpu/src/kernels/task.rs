@@ -13,7 +13,7 @@ use super::state::{Context, Fold, RowState, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
 
-/// What becomes of a tile's products with the values of a block.
+/// Destination of a tile's products with the values of a block.
 #[derive(Clone, Copy)]
 enum TileResult {
     /// They are the result of its rows, which see no other block.

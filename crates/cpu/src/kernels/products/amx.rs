@@ -230,7 +230,7 @@ unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
 /// [`MatrixUnit::product`].
 ///
 /// # Safety
-/// As [`Products::stream_values`]; values are bf16 in whole vectors.
+/// The contract of [`Products::stream_values`] holds, and values are bf16, in whole vectors.
 #[inline(always)]
 unsafe fn few_values<S: MatrixUnit, const N: usize, const C: usize>(
     work: &TaskState<'_>,
