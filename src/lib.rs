@@ -62,7 +62,7 @@ pub mod tensor {
 
     pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
     pub use flashtile_core::owned::OwnedTensor;
-    pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError};
+    pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError, dense};
 }
 
 pub mod cache {

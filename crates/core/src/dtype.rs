@@ -64,6 +64,17 @@ pub enum MaskKind {
     Additive(Dtype),
 }
 
+impl MaskKind {
+    /// Bytes of an element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bool => 1,
+            Self::Additive(dtype) => dtype.bytes(),
+        }
+    }
+}
+
 impl std::fmt::Display for MaskKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

@@ -41,6 +41,8 @@ pub enum ViewError {
         /// Element type.
         dtype: Dtype,
     },
+    /// Elements of device memory are neither f32 nor f16 nor bf16.
+    Element,
 }
 
 impl std::fmt::Display for ViewError {
@@ -56,6 +58,7 @@ impl std::fmt::Display for ViewError {
             Self::Misaligned { dtype } => {
                 write!(f, "memory is not aligned to the {} bytes of {dtype}", dtype.bytes())
             }
+            Self::Element => f.write_str("elements are neither f32 nor f16 nor bf16"),
         }
     }
 }

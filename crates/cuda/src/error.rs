@@ -7,6 +7,9 @@ use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::ProblemError;
 use flashtile_core::tensor::ViewError;
+use flashtile_gpu::SessionError;
+use flashtile_gpu::cache::StoreError;
+use flashtile_kernel::LaunchError;
 pub use flashtile_kernel::cuda::Error as DeviceError;
 
 /// Why the CUDA backend did not do what was asked.
@@ -140,6 +143,44 @@ impl From<Unsupported> for CudaError {
 impl From<ViewError> for CudaError {
     fn from(error: ViewError) -> Self {
         Self::View(error)
+    }
+}
+
+impl From<LaunchError<DeviceError>> for CudaError {
+    fn from(error: LaunchError<DeviceError>) -> Self {
+        match error {
+            LaunchError::Device(error) => error.into(),
+            other => Self::Contract { what: other.to_string() },
+        }
+    }
+}
+
+impl From<SessionError<DeviceError>> for CudaError {
+    fn from(error: SessionError<DeviceError>) -> Self {
+        match error {
+            SessionError::Problem(error) => error.into(),
+            SessionError::Unsupported(error) => error.into(),
+            SessionError::Inputs(error) => error.into(),
+            SessionError::View(error) => error.into(),
+            SessionError::Array { expected, got } => Self::Array { expected, got },
+            SessionError::Launch(error) => error.into(),
+            SessionError::Captures { what } => {
+                let error = "the stream captures a graph: call it once on this stream before the capture";
+                DeviceError::Driver { what: what.to_owned(), error: error.to_owned() }.into()
+            }
+            other => Self::Contract { what: other.to_string() },
+        }
+    }
+}
+
+impl From<StoreError<DeviceError>> for CudaError {
+    fn from(error: StoreError<DeviceError>) -> Self {
+        match error {
+            StoreError::Cache(error) => Self::KvCache(error),
+            StoreError::Unsupported(error) => Self::Unsupported(error),
+            StoreError::Launch(error) => error.into(),
+            other => Self::Contract { what: other.to_string() },
+        }
     }
 }
 

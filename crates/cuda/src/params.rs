@@ -1,7 +1,6 @@
 //! Parameters of the native kernels.
 
 use crate::device_struct::device_struct;
-use crate::tensor::RawTensor;
 use crate::tma::TensorMap;
 use flashtile_core::dtype::Dtype;
 use flashtile_gpu::kernels::attend::divisor;
@@ -32,13 +31,6 @@ device_struct! {
         pub(super) batch: i64,
         pub(super) head: i64,
         pub(super) row: i64,
-    }
-}
-
-impl Tensor {
-    pub(super) fn of(raw: &RawTensor) -> Self {
-        let [batch, head, row, _] = raw.byte_strides();
-        Self { at: raw.at, batch, head, row }
     }
 }
 

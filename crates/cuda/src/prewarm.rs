@@ -2,9 +2,10 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::portable::{self, Loads, USUAL_PAGE_SIZE};
+use super::portable::{Loads, USUAL_PAGE_SIZE, loads};
 use super::sources::{Access, Source};
 use crate::plan::CudaPlan;
+use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Constant, Instance};
 use rayon::prelude::*;
 
@@ -32,20 +33,22 @@ impl Cuda {
         }
         wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         wanted.dedup();
-        let mut portable: Loads = Vec::new();
+        let mut portables: Loads = Vec::new();
         for plan in plans {
-            for (access, page_size) in [Access::Vector, Access::Element]
-                .into_iter()
-                .flat_map(|access| [(access, USUAL_PAGE_SIZE), (access, 1)])
+            let Some(portable) = plan.portable() else { continue };
+            let codecs = [plan.problem().k_codec(), plan.problem().v_codec()];
+            // Scales of codes are aligned to 2 bytes at least.
+            let least = codecs.iter().map(|codec| codec.dtype().map_or(2, Dtype::bytes)).min().unwrap_or(2);
+            let alignments = [16, 8, 4, 2].into_iter().filter(|aligned| *aligned >= least);
+            for (aligned, page_size) in
+                alignments.flat_map(|aligned| [(aligned, USUAL_PAGE_SIZE), (aligned, 1)])
             {
-                let loads =
-                    plan.portable().map(|portable| portable::loads(plan, portable, access, page_size));
-                for load in loads.transpose()?.into_iter().flatten() {
+                for load in loads(portable, aligned, page_size)? {
                     let same = |(instance, constants): &(Instance, Vec<Constant>)| {
                         instance.entry() == load.0.entry() && *constants == load.1
                     };
-                    if !portable.iter().any(same) {
-                        portable.push(load);
+                    if !portables.iter().any(same) {
+                        portables.push(load);
                     }
                 }
             }
@@ -53,7 +56,7 @@ impl Cuda {
         let native = wanted
             .into_par_iter()
             .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept));
-        let portable = portable.into_par_iter().map(|(instance, constants)| {
+        let portable = portables.into_par_iter().map(|(instance, constants)| {
             let (_, kept) = self.gpu().prewarm(&instance, &constants)?;
             Ok(kept.map_err(CudaError::from))
         });

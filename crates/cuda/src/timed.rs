@@ -4,11 +4,12 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::host::DeviceTensors;
-use super::prepared::Prepared;
+use super::session::CudaEngine;
 use super::timer::Timer;
 use crate::plan::CudaPlan;
 use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_gpu::uploaded_run::UploadedRun;
+use std::sync::Arc;
 
 /// A plan on a stream of its own, with copies of its tensors on the device, to be measured.
 ///
@@ -28,8 +29,7 @@ use flashtile_core::inputs::{Inputs, Outputs};
 pub struct TimedRun {
     // Dropped before what it refers to.
     timer: Option<Timer>,
-    prepared: Prepared,
-    tensors: DeviceTensors,
+    run: UploadedRun<CudaEngine>,
 }
 
 impl TimedRun {
@@ -43,10 +43,8 @@ impl TimedRun {
         inputs: &Inputs<'_>,
         outputs: &Outputs<'_>,
     ) -> Result<Self, CudaError> {
-        let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
-        let prepared = cuda.prepare(plan, &stream)?;
-        let tensors = prepared.upload(inputs, outputs)?;
-        Ok(Self { timer: None, prepared, tensors })
+        let run = UploadedRun::new(cuda.open_session()?, plan.clone(), inputs, outputs)?;
+        Ok(Self { timer: None, run })
     }
 
     /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
@@ -54,8 +52,7 @@ impl TimedRun {
     /// # Errors
     /// [`CudaError`] of the run and of copying.
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
-        self.launch()?;
-        self.tensors.download(outputs)
+        self.run.compute(outputs)
     }
 
     /// Launches a run.
@@ -63,7 +60,7 @@ impl TimedRun {
     /// # Errors
     /// [`CudaError`] of the launch.
     pub fn launch(&mut self) -> Result<(), CudaError> {
-        self.tensors.run(&mut self.prepared)
+        self.run.launch()
     }
 
     /// Waits for everything that has been launched.
@@ -71,7 +68,7 @@ impl TimedRun {
     /// # Errors
     /// [`CudaError::Device`] where a run failed.
     pub fn wait(&self) -> Result<(), CudaError> {
-        self.prepared.stream().synchronize().map_err(CudaError::driver("run"))
+        Ok(self.run.device().synchronize()?)
     }
 
     /// Seconds of a run, launched as a graph, with a flushed second-level cache: see [`Timer`].
@@ -79,13 +76,15 @@ impl TimedRun {
     /// # Errors
     /// [`CudaError`] of the launch, [`CudaError::Device`] of the measurement.
     pub fn seconds(&mut self) -> Result<f64, CudaError> {
-        let Self { timer, prepared, tensors } = self;
+        let Self { timer, run } = self;
         let timer = match timer {
             Some(timer) => timer,
             None => {
-                let stream = prepared.stream().clone();
+                // A graph holds no copy of a block table: the run before it makes that.
+                run.launch()?;
+                let stream = Arc::clone(run.device().stream());
                 // SAFETY: the timer is dropped first, and nothing replaces the memory of the run.
-                timer.insert(unsafe { Timer::capture(&stream, || tensors.run(prepared))? })
+                timer.insert(unsafe { Timer::capture(&stream, || run.launch())? })
             }
         };
         timer.seconds()

@@ -1,8 +1,10 @@
 //! Why a session refuses.
 
+use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::ProblemError;
+use flashtile_core::tensor::ViewError;
 use flashtile_kernel::{LaunchError, ScalarType};
 use std::fmt;
 
@@ -16,10 +18,24 @@ pub enum SessionError<E> {
     Unsupported(Unsupported),
     /// The tensors do not fit the description. Nothing was launched.
     Inputs(RunError),
+    /// The size of a tensor is not addressable.
+    View(ViewError),
+    /// An array and the tensor that it is copied from or to differ in dtype or shape.
+    Array {
+        /// Dtype and shape of the array.
+        expected: (Dtype, [usize; 4]),
+        /// Dtype and shape of the tensor.
+        got: (Dtype, [usize; 4]),
+    },
     /// A tensor is of another type than f32, f16 and bf16.
     Element {
         /// The type of the view.
         element: ScalarType,
+    },
+    /// The device captures a graph, which cannot hold what a call needs.
+    Captures {
+        /// The step that the call needs.
+        what: &'static str,
     },
     /// The device failed, or a launch does not keep its kernel's contract.
     Launch(LaunchError<E>),
@@ -50,6 +66,12 @@ impl<E> From<RunError> for SessionError<E> {
     }
 }
 
+impl<E> From<ViewError> for SessionError<E> {
+    fn from(error: ViewError) -> Self {
+        Self::View(error)
+    }
+}
+
 impl<E> From<LaunchError<E>> for SessionError<E> {
     fn from(error: LaunchError<E>) -> Self {
         Self::Launch(error)
@@ -63,6 +85,13 @@ impl<E: fmt::Display> fmt::Display for SessionError<E> {
             Self::Unsupported(error) => error.fmt(f),
             Self::Inputs(error) => error.fmt(f),
             Self::Element { element } => write!(f, "a tensor is of {element}, expected f32, f16 or bf16"),
+            Self::View(error) => error.fmt(f),
+            Self::Array { expected, got } => {
+                write!(f, "a tensor of {} {:?} for an array of {} {:?}", got.0, got.1, expected.0, expected.1)
+            }
+            Self::Captures { what } => {
+                write!(f, "{what}: the device captures a graph; make the call once before the capture")
+            }
             Self::Launch(error) => error.fmt(f),
         }
     }
@@ -74,7 +103,8 @@ impl<E: std::error::Error + 'static> std::error::Error for SessionError<E> {
             Self::Problem(error) => Some(error),
             Self::Unsupported(error) => Some(error),
             Self::Inputs(error) => Some(error),
-            Self::Element { .. } => None,
+            Self::View(error) => Some(error),
+            Self::Array { .. } | Self::Element { .. } | Self::Captures { .. } => None,
             Self::Launch(error) => Some(error),
         }
     }

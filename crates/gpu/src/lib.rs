@@ -10,18 +10,22 @@
 //! | [`machines`] | facts of Apple's GPUs |
 //! | [`portable_kernel`] | names of kernels in plans |
 //! | [`launches`] | the instances, parameters and constants of a problem |
-//! | [`session`], [`run`] | attention on any device: plans and memory that are kept, and the launches |
-//! | [`tensors`], [`upload`] | tensors in the memory of a device, and their way there and back |
+//! | [`session`] | attention on any device: checked inputs, plans and block tables that are kept |
+//! | [`engine`], [`run`] | how a device computes: the portable kernels' engine, and their launches |
+//! | [`tensors`] | tensors in the memory of a device, whoever has allocated it |
+//! | [`array`], [`upload`], [`uploaded_run`] | copies of host tensors in the memory of a device, and their way back |
 //! | [`cache`] | KV caches in the memory of any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
-//! A backend gives a `flashtile_kernel::Device`.
+//! A backend gives a `flashtile_kernel::Device`, and an [`engine::Engine`] where it has kernels of its own.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+pub mod array;
 pub mod cache;
 pub mod codecs;
 pub mod encoding;
+pub mod engine;
 mod error;
 pub mod facts;
 pub mod kernels;
@@ -38,6 +42,7 @@ pub mod simulator;
 pub mod tensors;
 pub mod tile;
 pub mod upload;
+pub mod uploaded_run;
 pub mod variant;
 
 pub use error::SessionError;

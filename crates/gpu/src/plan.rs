@@ -49,6 +49,7 @@ pub struct Regions {
 /// What runs of a problem launch on a device, and what memory they need.
 #[derive(Debug, Clone)]
 pub struct Plan {
+    problem: Problem,
     launches: Launches,
     tables: Tables,
     tile: PortableTile,
@@ -101,13 +102,19 @@ impl Plan {
         let regions = regions(problem, launches.shape(), &tables);
         let regions = regions.filter(|regions| isize::try_from(regions.len).is_ok());
         let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: launches.entry() })?;
-        Ok(Self { launches, tables, tile, regions })
+        Ok(Self { problem: problem.clone(), launches, tables, tile, regions })
     }
 
     /// The same with native code, where `find` knows some for all its kernels: for devices that run nothing else.
     #[must_use]
     pub fn with_native(self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
         Some(Self { launches: self.launches.with_native(find)?, ..self })
+    }
+
+    /// The problem that this plan computes.
+    #[must_use]
+    pub const fn problem(&self) -> &Problem {
+        &self.problem
     }
 
     /// What runs launch.
@@ -140,10 +147,16 @@ impl Plan {
         &self.tables
     }
 
+    /// Numbers of the sequences. Those of a cache have one page each, `pages`, or that is empty.
+    pub(crate) fn sequences(&self, pages: &[u32]) -> Vec<i32> {
+        let batch = |index: usize| self.problem.sequences()[index].batch;
+        sequences(&self.problem, |index| pages.get(index).map_or_else(|| batch(index), |page| *page as usize))
+    }
+
     /// The bytes at the beginning of scratch memory that are written before the first run.
     #[must_use]
-    pub fn written(&self, problem: &Problem) -> Vec<u8> {
-        let mut bytes = self.updated(problem);
+    pub fn written(&self) -> Vec<u8> {
+        let mut bytes = self.updated();
         bytes.resize(self.regions.written, 0);
         let [k, v] = self.regions.factors;
         let [of_k, of_v] = &self.tables.factors;
@@ -157,10 +170,10 @@ impl Plan {
 
     /// Those of them that change with the lengths of sequences.
     #[must_use]
-    pub fn updated(&self, problem: &Problem) -> Vec<u8> {
+    pub fn updated(&self) -> Vec<u8> {
         let mut bytes = vec![0u8; self.regions.updated];
-        let numbers = sequences(problem, |index| problem.sequences()[index].batch);
-        for (to, number) in bytes[self.regions.sequences..].as_chunks_mut().0.iter_mut().zip(numbers) {
+        let at = self.regions.sequences;
+        for (to, number) in bytes[at..].as_chunks_mut().0.iter_mut().zip(self.sequences(&[])) {
             *to = number.to_ne_bytes();
         }
         bytes
@@ -174,8 +187,8 @@ impl Plan {
 
     /// Registers of a thread that the plan assumes.
     #[must_use]
-    pub fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
-        self.tile.registers(problem, facts)
+    pub fn registers(&self, facts: &GpuFacts) -> usize {
+        self.tile.registers(&self.problem, facts)
     }
 }
 

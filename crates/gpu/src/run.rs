@@ -9,7 +9,7 @@ use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
 use crate::launches::{Attending, Launches, Placed, Strides};
 use crate::plan::Plan;
-use crate::tensors::{GpuInputs, GpuMask, GpuOutputs};
+use crate::tensors::{GpuInputs, GpuOutputs};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, LaunchError, ScalarType};
 
@@ -131,14 +131,14 @@ impl<M: DeviceMemory> Runs<M> {
 }
 
 /// Where tensors lie.
-fn strides<M>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, M>) -> Strides {
+fn strides<M: DeviceMemory>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, M>) -> Strides {
     let rows = |[batch, head, row, _]: [usize; 4]| [batch, head, row];
     let mut strides = Strides {
         q: rows(inputs.q.strides),
         out: rows(outputs.out.strides),
         k: inputs.k.strides,
         v: inputs.v.strides,
-        aligned: inputs.k.aligned.min(inputs.v.aligned),
+        aligned: inputs.k.alignment().min(inputs.v.alignment()),
         rows: inputs.k.shape[2],
         ..Strides::default()
     };
@@ -147,11 +147,8 @@ fn strides<M>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, M>) -> Strides
         strides.pages = Some([tables.page_size.max(1), tables.width.max(1)]);
         strides.ring = tables.wraps;
     }
-    let steps = |mask: &GpuMask<'_, M>| -> [usize; 4] {
-        std::array::from_fn(|axis| if mask.shape[axis] == 1 { 0 } else { mask.strides[axis] })
-    };
     if let Some(mask) = &inputs.mask {
-        strides.mask = steps(mask);
+        strides.mask = mask.steps();
         strides.mask_kind = match mask.kind {
             MaskKind::Additive(Dtype::F32) => 0,
             MaskKind::Additive(Dtype::F16) => 1,
@@ -160,7 +157,7 @@ fn strides<M>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, M>) -> Strides
         };
     }
     if let Some(tree) = &inputs.tree {
-        let [_, _, row, step] = steps(tree);
+        let [_, _, row, step] = tree.steps();
         strides.tree = [row, step];
     }
     strides

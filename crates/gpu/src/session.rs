@@ -1,247 +1,215 @@
 //! Sessions: attention on a device, with plans and their memory kept from call to call.
 
+use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
-use crate::facts::GpuFacts;
-use crate::launches::sequences;
-use crate::plan::Plan;
-use crate::run::{Runs, Workspace};
 use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, dtype_of};
-use crate::tile::Tiling;
 use crate::upload::{Results, Uploaded};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
-use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
-#[cfg(doc)]
-use flashtile_kernel::Device;
-use flashtile_kernel::{DeviceMemory, HostAccess, Instance, LaunchError, ScalarType};
-use std::collections::HashMap;
+use flashtile_kernel::{Device, DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
 
-/// Plans that a session keeps.
+/// Plans that a session keeps, beside those that graphs have captured.
 const MAX_PLANS: usize = 16;
 
-/// The native code of a device that runs nothing else.
-#[derive(Debug, Clone, Copy)]
-struct Native {
-    /// The instance with native code.
-    find: fn(&Instance) -> Option<Instance>,
-    /// Why there is none of a problem.
-    missing: fn(&Problem) -> String,
-}
-
-/// Computes attention on a device by the portable kernels, and keeps what a next call needs again: plans and the memory of their runs.
+/// Computes attention on a device, and keeps what a next call needs again: plans, kernels and the memory of their runs.
 ///
 /// After the first call of a description, a call of the same, or of one that differs in nothing but larger numbers of keys (the
 /// next step of decoding), launches kernels and writes the numbers of the sequences and the block table where they changed: it
 /// allocates no memory of the device and does not wait for it. Only a block table that outgrows its memory, which holds twice the
 /// first one's entries or more, gets new memory.
-pub struct Session<D: HostAccess> {
-    device: D,
-    planner: Planner,
-    native: Option<Native>,
-    /// Threads that a threadgroup of a kernel, by its entry point, may have, where that is known to be less than its plan has.
-    thread_limits: HashMap<String, usize>,
+///
+/// Calls may be captured in a graph, where the device has graphs, after one call of the same description that was not, and no other step
+/// since. A session keeps what was captured as long as it lives, and must live as long as the graph.
+pub struct Session<E: Engine> {
+    device: E::Device,
+    engine: E,
     /// [`Device::failures`] when the memory of plans was last known to hold what was written.
     failures: u64,
     /// Most recently used first.
-    plans: Vec<Kept<D::Memory>>,
+    plans: Vec<Kept<E>>,
 }
 
-/// How problems are planned.
-#[derive(Debug, Clone, Copy)]
-enum Planner {
-    /// For what a device can hold.
-    Device(GpuFacts, PlanOptions),
-    /// All are cut the same way.
-    Tiling(Tiling),
+/// A plan and its block tables. Runs follow each other on the device, so that they share memory.
+struct Kept<E: Engine> {
+    prepared: E::Prepared,
+    tables: Tables<MemoryOf<E>>,
+    /// Whether a graph refers to the plan.
+    captured: bool,
 }
 
-/// A plan and the memory of its runs.
+/// Block tables of a plan on the device.
 #[derive(Debug)]
-struct Kept<M> {
-    problem: Problem,
-    plan: Plan,
-    runs: Runs<M>,
-    /// The pages of sequences that have one each, with which the numbers of the sequences were written; `None` before they are.
-    pages: Option<Vec<u32>>,
-    /// The entries of the last block table, and the memory that holds them.
-    table: Option<(Vec<u32>, M)>,
+struct Tables<M> {
+    /// The table of the last call that had one on the host.
+    last: Option<Table<M>>,
+    /// Earlier tables to which graphs refer.
+    captured: Vec<Table<M>>,
 }
 
-impl<D: HostAccess> fmt::Debug for Session<D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let plans: Vec<_> = self.plans.iter().map(|kept| kept.plan.launches().entry()).collect();
-        f.debug_struct("Session")
-            .field("planner", &self.planner)
-            .field("plans", &plans)
-            .finish_non_exhaustive()
+/// A block table on the device, and its entries.
+#[derive(Debug)]
+struct Table<M> {
+    entries: Vec<u32>,
+    memory: M,
+    captured: bool,
+}
+
+impl<M> Default for Tables<M> {
+    fn default() -> Self {
+        Self { last: None, captured: Vec::new() }
     }
 }
 
-fn bytes_of(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
-}
-
-impl<M: DeviceMemory> Kept<M> {
-    fn new<D: HostAccess<Memory = M>>(device: &D, problem: Problem, plan: Plan) -> Result<Self, D::Error> {
-        let runs = Runs::new(Workspace::allocate(device, &plan)?);
-        Ok(Self { problem, plan, runs, pages: None, table: None })
-    }
-
-    fn forget_written(&mut self) {
-        self.pages = None;
-        if let Some((entries, _)) = &mut self.table {
-            entries.clear();
-        }
-    }
-
-    /// Writes the numbers of the sequences, unless they are there. Sequences of a cache have one page each, or `pages` is empty.
-    fn write_sequences<D: HostAccess<Memory = M>>(
-        &mut self,
-        device: &D,
-        pages: &[u32],
-    ) -> Result<(), D::Error> {
-        if self.pages.as_deref() == Some(pages) {
-            return Ok(());
-        }
-        let problem = &self.problem;
-        let page = |n: usize| pages.get(n).map_or(problem.sequences()[n].batch, |page| *page as usize);
-        self.pages = None;
-        self.runs.write_sequences(device, &sequences(problem, page))?;
-        self.pages = Some(pages.to_vec());
-        Ok(())
-    }
-
-    /// Writes the entries of a table, unless they are there. Sequences have at most `pages` entries each.
-    fn write_table<D: HostAccess<Memory = M>>(
+impl<M: DeviceMemory> Tables<M> {
+    /// A table on the device, which is copied there unless it is the last one. Sequences have at most `pages` entries each.
+    fn write<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
         tables: &BlockTables,
         pages: usize,
-    ) -> Result<(), D::Error> {
+        captures: bool,
+    ) -> Result<&M, SessionError<D::Error>> {
         let entries = &tables.table;
-        let mut memory = match self.table.take() {
-            Some(held) if held.0 == *entries => {
-                self.table = Some(held);
-                return Ok(());
+        if self.last.as_ref().is_none_or(|last| last.entries != *entries) {
+            if captures {
+                return Err(SessionError::Captures { what: "copy of the block table" });
             }
-            Some((_, memory)) if memory.view().len() >= entries.len() => memory,
-            _ => {
-                let all = tables.lens.len().saturating_mul(pages);
-                let room = entries.len().next_power_of_two().saturating_mul(2).min(all).max(entries.len());
-                device.uninit(ScalarType::U32, room.max(64))?
-            }
-        };
-        device.write(&mut memory, 0, &bytes_of(entries))?;
-        self.table = Some((entries.clone(), memory));
-        Ok(())
+            let old = match self.last.take() {
+                Some(last) if last.captured => {
+                    self.captured.push(last);
+                    None
+                }
+                last => last.map(|last| last.memory),
+            };
+            let mut memory = match old.filter(|old| old.view().len() >= entries.len()) {
+                Some(old) => old,
+                None => {
+                    let all = tables.lens.len().saturating_mul(pages);
+                    let room = entries.len().next_power_of_two().saturating_mul(2);
+                    let room = room.min(all).max(entries.len()).max(64);
+                    device.uninit(ScalarType::U32, room).map_err(SessionError::device)?
+                }
+            };
+            let bytes: Vec<u8> = entries.iter().flat_map(|page| page.to_ne_bytes()).collect();
+            device.write(&mut memory, 0, &bytes).map_err(SessionError::device)?;
+            self.last = Some(Table { entries: entries.clone(), memory, captured: false });
+        }
+        let last = self.last.as_mut().unwrap_or_else(|| unreachable!("a table was written"));
+        last.captured |= captures;
+        Ok(&last.memory)
     }
 }
 
-impl<D: HostAccess> Session<D> {
-    /// A session on a device that can hold so much.
-    #[must_use]
-    pub fn new(device: D, facts: GpuFacts) -> Self {
-        Self::with_options(device, facts, PlanOptions::default())
+impl<E: Engine> Kept<E> {
+    fn problem(&self) -> &Problem {
+        E::problem(E::planned(&self.prepared))
     }
+}
 
-    /// [`Session::new`] with options of the planner.
-    #[must_use]
-    pub fn with_options(device: D, facts: GpuFacts, options: PlanOptions) -> Self {
-        Self::with_planner(device, Planner::Device(facts, options))
+impl<E: Engine + fmt::Debug> fmt::Debug for Session<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plans = self.plans.len();
+        f.debug_struct("Session").field("engine", &self.engine).field("plans", &plans).finish_non_exhaustive()
     }
+}
 
-    /// A session that cuts the work of every problem so, whatever its device can hold.
+impl<E: Engine> Session<E> {
+    /// A session on a device.
     #[must_use]
-    pub fn with_tiling(device: D, tiling: impl Into<Tiling>) -> Self {
-        Self::with_planner(device, Planner::Tiling(tiling.into()))
-    }
-
-    fn with_planner(device: D, planner: Planner) -> Self {
+    pub fn new(device: E::Device, engine: E) -> Self {
         let failures = device.failures();
-        Self { device, planner, native: None, thread_limits: HashMap::new(), failures, plans: Vec::new() }
-    }
-
-    /// The same on a device that runs native code only: `find` knows it, and `missing` says why there is none of a problem.
-    #[must_use]
-    pub fn with_native(
-        mut self,
-        find: fn(&Instance) -> Option<Instance>,
-        missing: fn(&Problem) -> String,
-    ) -> Self {
-        self.native = Some(Native { find, missing });
-        self
+        Self { device, engine, failures, plans: Vec::new() }
     }
 
     /// The device.
     #[must_use]
-    pub const fn device(&self) -> &D {
+    pub const fn device(&self) -> &E::Device {
         &self.device
+    }
+
+    /// The engine.
+    #[must_use]
+    pub const fn engine(&self) -> &E {
+        &self.engine
     }
 
     /// Replaces the device by another with the same memory, such as the same one with another place for its launches, and returns the one
     /// before. Plans and memory are kept: launches of both must follow each other.
-    pub const fn replace_device(&mut self, device: D) -> D {
+    pub const fn replace_device(&mut self, device: E::Device) -> E::Device {
         std::mem::replace(&mut self.device, device)
     }
 
-    /// Plans a description and allocates the memory of its runs, or finds what an earlier call has planned.
+    /// Plans a description and prepares its runs, or finds what an earlier call has prepared.
     ///
     /// # Errors
-    /// [`SessionError::Problem`], [`SessionError::Unsupported`] or [`SessionError::Launch`].
-    pub fn plan(&mut self, desc: &ProblemDesc) -> Result<&Plan, SessionError<D::Error>> {
+    /// [`SessionError::Problem`], [`SessionError::Unsupported`] or [`SessionError::Launch`];
+    /// [`SessionError::Captures`] where no plan is there yet and the device captures a graph.
+    pub fn plan(&mut self, desc: &ProblemDesc) -> Result<&E::Plan, E::Error> {
         self.select(desc)?;
-        Ok(&self.plans[0].plan)
+        Ok(E::planned(&self.plans[0].prepared))
     }
 
-    /// Launches what a description says over tensors on the device.
+    /// Prepares a plan of the caller's, with another tile say, which calls of its description then run.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn keep_plan(&mut self, plan: E::Plan) -> Result<(), E::Error> {
+        let desc = E::problem(&plan).desc().clone();
+        self.plans.retain(|kept| kept.captured || *kept.problem().desc() != desc);
+        let old = self.evict();
+        self.insert(plan, old, Tables::default())
+    }
+
+    /// Launches what a description says over tensors on the device, and returns before it has ended.
     ///
     /// # Errors
     /// As [`Session::plan`], and [`SessionError::Inputs`] where the tensors do not fit the description. Nothing was launched then.
     pub fn run(
         &mut self,
         desc: &ProblemDesc,
-        inputs: &GpuInputs<'_, D::Memory>,
-        outputs: &mut GpuOutputs<'_, D::Memory>,
-    ) -> Result<(), SessionError<D::Error>> {
+        inputs: &GpuInputs<'_, MemoryOf<E>>,
+        outputs: &mut GpuOutputs<'_, MemoryOf<E>>,
+    ) -> Result<(), E::Error> {
         self.select(desc)?;
-        self.run_selected(|device, kept| {
+        let captures = self.captures()?;
+        self.run_selected(|device, engine, kept| {
             let page_size = inputs.tables.map(|tables| tables.page_size);
-            check(&kept.problem, inputs, page_size, outputs)?;
-            kept.write_sequences(device, &[]).map_err(SessionError::device)?;
-            kept.runs.run(device, kept.plan.launches(), inputs, outputs)
+            check(kept.problem(), inputs, page_size, outputs)?;
+            kept.captured |= captures;
+            engine.write_sequences(device, &mut kept.prepared, None)?;
+            engine.run(device, &mut kept.prepared, inputs, outputs)
         })
     }
 
     /// [`Session::run`] over pages, with tables in the memory of the host; `inputs.tables` is not read. They are copied to the device
-    /// unless the last call of the description had the same. Where each sequence has one page that is no ring, kernels look up no table.
+    /// unless the last call of the description had the same.
     ///
     /// # Errors
-    /// As [`Session::run`]; also where the tables do not fit the pool of `inputs.k`.
+    /// As [`Session::run`]; also where the tables do not fit the pool of `inputs.k`, and where others are given while the device captures a
+    /// graph.
     pub fn run_paged(
         &mut self,
         desc: &ProblemDesc,
-        inputs: &GpuInputs<'_, D::Memory>,
+        inputs: &GpuInputs<'_, MemoryOf<E>>,
         tables: &BlockTables,
-        outputs: &mut GpuOutputs<'_, D::Memory>,
-    ) -> Result<(), SessionError<D::Error>> {
+        outputs: &mut GpuOutputs<'_, MemoryOf<E>>,
+    ) -> Result<(), E::Error> {
         self.select(desc)?;
-        self.run_selected(|device, kept| {
+        let captures = self.captures()?;
+        self.run_selected(|device, engine, kept| {
             let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
             inputs.tables = None;
-            check(&kept.problem, &inputs, Some(page_size), outputs)?;
+            check(kept.problem(), &inputs, Some(page_size), outputs)?;
             let pages = inputs.k.shape[0];
-            check_tables(&kept.problem, tables, pages)?;
-            if width == 1 && !wraps {
-                kept.write_sequences(device, &tables.table).map_err(SessionError::device)?;
-            } else {
-                kept.write_sequences(device, &[]).map_err(SessionError::device)?;
-                kept.write_table(device, tables, pages).map_err(SessionError::device)?;
-                let table = kept.table.as_ref().map(|(_, memory)| memory.view());
-                inputs.tables = table.map(|table| GpuTables { table, width, page_size, wraps });
+            check_tables(kept.problem(), tables, pages).map_err(SessionError::from)?;
+            kept.captured |= captures;
+            if engine.write_sequences(device, &mut kept.prepared, Some(tables))? {
+                let table = kept.tables.write(device, tables, pages, captures)?.view();
+                inputs.tables = Some(GpuTables { table, width, page_size, wraps });
             }
-            kept.runs.run(device, kept.plan.launches(), &inputs, outputs)
+            engine.run(device, &mut kept.prepared, &inputs, outputs)
         })
     }
 
@@ -255,105 +223,118 @@ impl<D: HostAccess> Session<D> {
         desc: &ProblemDesc,
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
-    ) -> Result<(), SessionError<D::Error>> {
-        let problem = desc.clone().validate()?;
-        inputs::check(&problem, inputs, outputs)?;
+    ) -> Result<(), E::Error> {
         self.select(desc)?;
+        inputs::check(self.plans[0].problem(), inputs, outputs).map_err(SessionError::from)?;
         let uploaded = Uploaded::new(&self.device, inputs).map_err(SessionError::device)?;
         let mut results = Results::new(&self.device, outputs).map_err(SessionError::device)?;
         match inputs.tables {
             Some(tables) => self.run_paged(desc, &uploaded.inputs(), tables, &mut results.outputs())?,
             None => self.run(desc, &uploaded.inputs(), &mut results.outputs())?,
         }
-        results.download(&self.device, outputs).map_err(SessionError::device)
+        Ok(results.download(&self.device, outputs).map_err(SessionError::device)?)
     }
 
-    /// Gives back the memory of all plans.
+    /// Gives back the memory of all plans but those that graphs have captured.
     pub fn clear(&mut self) {
-        self.plans.clear();
+        self.plans.retain(|kept| kept.captured);
+    }
+
+    /// Whether a graph has captured a call of the session.
+    #[must_use]
+    pub fn is_captured(&self) -> bool {
+        self.plans.iter().any(|kept| kept.captured)
+    }
+
+    fn captures(&self) -> Result<bool, E::Error> {
+        Ok(self.device.captures().map_err(SessionError::device)?)
     }
 
     /// Makes what is kept of a description the first of the plans.
-    fn select(&mut self, desc: &ProblemDesc) -> Result<(), SessionError<D::Error>> {
+    fn select(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
         let failures = self.device.failures();
         if failures != self.failures {
             // Numbers and tables may not have reached the device.
-            self.plans.iter_mut().for_each(Kept::forget_written);
+            for kept in &mut self.plans {
+                E::forget_written(&mut kept.prepared);
+                kept.tables.last.iter_mut().for_each(|table| table.entries.clear());
+            }
             self.failures = failures;
         }
-        let at = match self.plans.iter().position(|kept| kept.problem.desc() == desc) {
-            Some(at) => at,
-            None => self.keep(desc.clone().validate()?)?,
-        };
-        self.plans[..=at].rotate_right(1);
+        match self.plans.iter().position(|kept| kept.problem().desc() == desc) {
+            Some(at) => self.plans[..=at].rotate_right(1),
+            None => self.add(desc)?,
+        }
         Ok(())
     }
 
-    /// Runs the first of the plans. Where a compiled kernel takes fewer threads than its plan has, the problem is planned anew.
+    /// Plans a description that was not planned, in the memory of the step before it where that is there.
+    fn add(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
+        let problem = desc.clone().validate().map_err(SessionError::from)?;
+        let plan = self.engine.plan(&problem).map_err(SessionError::from)?;
+        if self.captures()? {
+            return Err(SessionError::Captures { what: "preparation of a plan" }.into());
+        }
+        let growth = |kept: &Kept<E>| problem.growth_since(kept.problem()).filter(|_| !kept.captured);
+        let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
+        let Some((_, at)) = steps.min() else {
+            let old = self.evict();
+            return self.insert(plan, old, Tables::default());
+        };
+        let mut step = self.plans.remove(at);
+        match self.engine.update(&self.device, &mut step.prepared, plan)? {
+            None => self.plans.insert(0, step),
+            // Its launches have other sizes: its memory and its table are taken over.
+            Some(plan) => self.insert(plan, Some(step.prepared), step.tables)?,
+        }
+        Ok(())
+    }
+
+    /// Prepares a plan, as the first of all.
+    fn insert(
+        &mut self,
+        plan: E::Plan,
+        old: Option<E::Prepared>,
+        tables: Tables<MemoryOf<E>>,
+    ) -> Result<(), E::Error> {
+        let prepared = self.engine.prepare(&self.device, plan, old)?;
+        self.plans.insert(0, Kept { prepared, tables, captured: false });
+        Ok(())
+    }
+
+    /// Removes the plan that was used longest ago, where there are as many as a session keeps.
+    fn evict(&mut self) -> Option<E::Prepared> {
+        let free = self.plans.iter().filter(|kept| !kept.captured).count();
+        let last = self.plans.iter().rposition(|kept| !kept.captured).filter(|_| free >= MAX_PLANS)?;
+        Some(self.plans.remove(last).prepared)
+    }
+
+    /// Runs the first of the plans. Where the engine learns from an error, the problem is planned anew.
     fn run_selected(
         &mut self,
-        mut run: impl FnMut(&D, &mut Kept<D::Memory>) -> Result<(), SessionError<D::Error>>,
-    ) -> Result<(), SessionError<D::Error>> {
+        mut run: impl FnMut(&E::Device, &E, &mut Kept<E>) -> Result<(), E::Error>,
+    ) -> Result<(), E::Error> {
         loop {
             let kept = &mut self.plans[0];
-            let error = match run(&self.device, kept) {
-                Err(SessionError::Launch(LaunchError::Device(error))) => error,
-                other => return other,
-            };
-            let (entry, kernel) = (kept.plan.launches().entry(), kept.plan.launches().kernel());
-            let limit = D::thread_limit(&error).filter(|(of, _)| *of == kernel);
-            let limit = limit.filter(|_| !self.thread_limits.contains_key(&entry));
-            let Some((_, limit)) = limit else { return Err(SessionError::device(error)) };
-            self.thread_limits.insert(entry, limit as usize);
-            let problem = self.plans[0].problem.clone();
-            let plan = self.planned(&problem)?;
-            self.plans[0] = Kept::new(&self.device, problem, plan).map_err(SessionError::device)?;
-        }
-    }
-
-    /// The plan of a problem, for threadgroups as large as its kernels are known to take.
-    fn planned(&self, problem: &Problem) -> Result<Plan, SessionError<D::Error>> {
-        let (mut facts, options) = match self.planner {
-            Planner::Device(facts, options) => (facts, options),
-            Planner::Tiling(tiling) => return Ok(Plan::with_tiling(problem, tiling)?),
-        };
-        loop {
-            let plan = Plan::new(problem, &facts, options, None)?;
-            match self.thread_limits.get(&plan.launches().entry()) {
-                Some(&limit) if limit < facts.threads_per_group => {
-                    facts = facts.with_threads_per_group(limit);
+            match run(&self.device, &self.engine, kept) {
+                Err(error) if self.engine.learn(E::planned(&kept.prepared), &error) => {}
+                result => {
+                    self.device.submit();
+                    return result;
                 }
-                _ => return Ok(plan),
             }
+            let plan = self.engine.plan(self.plans[0].problem()).map_err(SessionError::from)?;
+            let tables = self.plans.remove(0).tables;
+            self.insert(plan, None, tables)?;
         }
-    }
-
-    /// The place of a problem that was not planned: that of the step before it, whose memory it takes over, or a new one.
-    fn keep(&mut self, problem: Problem) -> Result<usize, SessionError<D::Error>> {
-        let plan = self.planned(&problem)?;
-        let plan = match self.native {
-            None => plan,
-            Some(Native { find, missing }) => {
-                plan.with_native(find).ok_or_else(|| Unsupported::Instance { why: missing(&problem) })?
-            }
-        };
-        let growth =
-            |kept: &Kept<D::Memory>| problem.growth_since(&kept.problem).filter(|_| kept.plan == plan);
-        let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
-        if let Some((_, at)) = steps.min() {
-            let kept = &mut self.plans[at];
-            (kept.problem, kept.plan, kept.pages) = (problem, plan, None);
-            return Ok(at);
-        }
-        let kept = Kept::new(&self.device, problem, plan).map_err(SessionError::device)?;
-        self.plans.truncate(MAX_PLANS - 1);
-        self.plans.push(kept);
-        Ok(self.plans.len() - 1)
     }
 }
 
-/// Checks that tensors are the problem's and inside of their memory; tokens of a page, where there are pages.
-fn check<M, E>(
+/// Checks that tensors are the problem's and inside of their memory; `page` is the tokens of a page, where there are pages.
+///
+/// # Errors
+/// [`SessionError::Inputs`] or [`SessionError::Element`].
+pub fn check<M: DeviceMemory, E>(
     problem: &Problem,
     inputs: &GpuInputs<'_, M>,
     page: Option<usize>,

@@ -1,6 +1,7 @@
 //! The portable kernels on their simulator: native code of some instances, and sessions on it.
 
 use crate::codecs::format_id;
+use crate::engine::PortableEngine;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::rotation::hadamard;
@@ -44,8 +45,8 @@ pub const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[must_use]
-pub fn session(tiling: impl Into<Tiling>) -> Session<Simulator> {
-    Session::with_tiling(Simulator::new(), tiling).with_native(find, no_native)
+pub fn session(tiling: impl Into<Tiling>) -> Session<PortableEngine<Simulator>> {
+    Session::new(Simulator::new(), PortableEngine::with_tiling(tiling).with_native(find, no_native))
 }
 
 /// Why there is no native code of a problem.

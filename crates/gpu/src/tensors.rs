@@ -1,10 +1,13 @@
-//! Tensors of a run in the memory of a device.
+//! Tensors of a run in the memory of a device: the one vocabulary of every GPU backend.
+//!
+//! `M` is the memory of the device. It is allocated by the device, or lent by another library: `Gpu::borrow` of CUDA and of Metal makes
+//! one of a raw address or buffer.
 
-use flashtile_core::codec::Codec;
+use flashtile_core::codec::{Codec, RowKind};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::RunError;
 use flashtile_core::tensor::{self, ViewError};
-use flashtile_kernel::{ScalarType, View, ViewMut};
+use flashtile_kernel::{DeviceMemory, ScalarType, Span, View, ViewMut};
 
 /// A strided tensor `[batch, heads, rows, dim]`, from the first element of the view on.
 #[derive(Debug)]
@@ -42,8 +45,6 @@ pub struct GpuKv<'a, M> {
     pub shape: [usize; 4],
     /// Bytes from batch entry or page to the next, from head to head, and from row to row; the last is not read for codes.
     pub strides: [usize; 3],
-    /// A power of two, at most 16, that the addresses of all rows of elements, or of all pages of codes, are multiples of.
-    pub aligned: usize,
     /// Means `[heads, dim]` of centered keys, f32.
     pub means: Option<View<'a, M>>,
 }
@@ -124,7 +125,16 @@ impl<'a, M> GpuOutputs<'a, M> {
     }
 }
 
-impl<M> GpuTensor<'_, M> {
+impl<'a, M> GpuTensor<'a, M> {
+    /// A tensor whose first element is the view's, with strides in elements, of which the last is 1.
+    ///
+    /// # Errors
+    /// As [`GpuTensor::check`].
+    pub fn new(view: View<'a, M>, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
+        let tensor = Self { view, shape, strides };
+        tensor.check().map(|()| tensor)
+    }
+
     /// Checks that the view has the elements that shape and strides reach.
     ///
     /// # Errors
@@ -134,7 +144,16 @@ impl<M> GpuTensor<'_, M> {
     }
 }
 
-impl<M> GpuTensorMut<'_, M> {
+impl<'a, M> GpuTensorMut<'a, M> {
+    /// A tensor to fill, like [`GpuTensor::new`].
+    ///
+    /// # Errors
+    /// As [`GpuTensorMut::check`].
+    pub fn new(view: ViewMut<'a, M>, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
+        let tensor = Self { view, shape, strides };
+        tensor.check().map(|()| tensor)
+    }
+
     /// As [`GpuTensor::check`], and that no two elements share memory.
     ///
     /// # Errors
@@ -145,11 +164,68 @@ impl<M> GpuTensorMut<'_, M> {
     }
 }
 
-impl<M> GpuKv<'_, M> {
-    /// Checks that the view has the bytes that shape and strides reach, that rows are aligned as `aligned` says, and that there is a mean
-    /// for each head.
+impl<'a, M> GpuKv<'a, M> {
+    /// Keys or values of elements `[batch, heads, rows, dim]`; of a cache of the caller's `[pages, heads, page_size, dim]`.
+    ///
+    /// # Errors
+    /// [`ViewError::Element`] where the elements are no f32, f16 or bf16.
+    pub fn elements(tensor: GpuTensor<'a, M>) -> Result<Self, ViewError> {
+        let (Span { element, offset, len }, shape) = (tensor.view.span(), tensor.shape);
+        let dtype = dtype_of(element).ok_or(ViewError::Element)?;
+        let bytes = |n: usize| n.saturating_mul(dtype.bytes());
+        let span = Span { element: ScalarType::U8, offset: bytes(offset), len: bytes(len) };
+        // The stride of an axis of a single index may be anything.
+        let [batch, head, row, _] = tensor.strides.map(bytes);
+        let view = View::new(tensor.view.memory(), span);
+        Ok(Self { bytes: view, codec: dtype.into(), shape, strides: [batch, head, row], means: None })
+    }
+
+    /// Pages of codes `[pages, heads, page_size, dim]`, as [`CodePages`](flashtile_core::codec::CodePages) has them in main memory: a page of
+    /// a head has `page_size` times [`Codec::row_bytes`] bytes. `strides` are bytes from page to page and from head to head. They and the
+    /// address are multiples of the size of a scale: 2, or 4 of the codecs of mlx-native; multiples of 16 are read in vectors.
+    #[must_use]
+    pub const fn codes(
+        codec: Codec,
+        bytes: View<'a, M>,
+        shape: [usize; 4],
+        [page, head]: [usize; 2],
+    ) -> Self {
+        Self { bytes, codec, shape, strides: [page, head, 0], means: None }
+    }
+
+    /// The same keys centered: the means `[heads, dim]`, f32, are added to every row.
+    #[must_use]
+    pub const fn centered(mut self, means: View<'a, M>) -> Self {
+        self.means = Some(means);
+        self
+    }
+
+    /// Sizes and strides, in bytes, of the axes along which rows of elements, or pages of codes, follow one another.
+    fn axes(&self) -> [(usize, usize); 3] {
+        let ([batch, heads, rows, _], [b, h, row]) = (self.shape, self.strides);
+        let is_elements = self.codec.dtype().is_some();
+        [(batch, b), (heads, h), if is_elements { (rows, row) } else { (1, 0) }]
+    }
+}
+
+impl<M: DeviceMemory> GpuKv<'_, M> {
+    /// The distances of rows of elements, or of pages of codes, from an aligned address.
+    fn offsets(&self) -> impl Iterator<Item = usize> {
+        let used = self.axes().into_iter().filter(|(n, _)| *n > 1).map(|(_, stride)| stride);
+        let start = self.bytes.memory().address().wrapping_add(self.bytes.span().offset as u64);
+        used.chain([start as usize])
+    }
+
+    /// The largest power of two, at most 16, that the addresses of all rows of elements, or of all pages of codes, are multiples of.
+    #[must_use]
+    pub fn alignment(&self) -> usize {
+        alignment(self.offsets())
+    }
+
+    /// Checks that the view has the bytes that shape and strides reach, that elements and scales are aligned, and that there is a mean for
+    /// each head.
     pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
-        let Self { codec, shape: [batch, heads, rows, dim], strides: [b, h, row], aligned, .. } = *self;
+        let Self { codec, shape: [batch, heads, rows, dim], strides: [b, h, row], .. } = *self;
         let row_bytes = codec.row_bytes(dim);
         let (shape, strides) = match codec.dtype() {
             Some(_) => ([batch, heads, rows, row_bytes], [b, h, row, 1]),
@@ -158,9 +234,12 @@ impl<M> GpuKv<'_, M> {
         };
         let fits = tensor::check(shape, strides, self.bytes.len());
         fits.map_err(|error| RunError::Memory { tensor: name, error })?;
-        let aligned = codec.dtype().map_or(1, Dtype::bytes).max(aligned);
-        let steps = shape.into_iter().zip(strides).take(3).filter(|(n, _)| *n > 1).map(|(_, stride)| stride);
-        if let Some(got) = steps.chain([self.bytes.span().offset]).find(|at| !at.is_multiple_of(aligned)) {
+        let aligned = match (codec.dtype(), codec.row_kind()) {
+            (Some(dtype), _) => dtype.bytes(),
+            (None, RowKind::Mlx { .. }) => 4,
+            (None, _) => 2,
+        };
+        if let Some(got) = self.offsets().find(|at| !at.is_multiple_of(aligned)) {
             return Err(RunError::Alignment { tensor: name, aligned, got });
         }
         let (expected, got) = (heads.saturating_mul(dim), self.means.map_or(usize::MAX, |means| means.len()));
@@ -168,17 +247,73 @@ impl<M> GpuKv<'_, M> {
     }
 }
 
-impl<M> GpuMask<'_, M> {
-    /// Checks that the view has the bytes of the elements that shape and strides reach.
+impl<M: DeviceMemory> GpuTensor<'_, M> {
+    /// The largest power of two, at most 16, that the addresses of all rows are multiples of.
+    #[must_use]
+    pub fn alignment(&self) -> usize {
+        row_alignment(self.view.memory(), self.view.span(), self.shape, self.strides)
+    }
+}
+
+impl<M: DeviceMemory> GpuTensorMut<'_, M> {
+    /// As [`GpuTensor::alignment`].
+    #[must_use]
+    pub fn alignment(&self) -> usize {
+        row_alignment(self.view.memory(), self.view.span(), self.shape, self.strides)
+    }
+}
+
+fn row_alignment(
+    memory: &impl DeviceMemory,
+    Span { element, offset, .. }: Span,
+    shape: [usize; 4],
+    strides: [usize; 4],
+) -> usize {
+    let used = shape.into_iter().zip(strides).take(3).filter(|(n, _)| *n > 1).map(|(_, stride)| stride);
+    let offsets = used.chain([offset]).map(|elements| elements.wrapping_mul(element.bytes()));
+    alignment(offsets.chain([memory.address() as usize]))
+}
+
+impl<'a, M> GpuMask<'a, M> {
+    /// A mask whose first element is at the first of `bytes`, u8. Strides are in elements; the last one is 1, or 0 where all keys of a query
+    /// have the same element.
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+    pub fn new(
+        kind: MaskKind,
+        bytes: View<'a, M>,
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        tensor::check_mask_strides(shape, strides)?;
+        let mask = Self { bytes, kind, shape, strides };
+        mask.check_reach().map(|()| mask)
+    }
+
+    fn check_reach(&self) -> Result<(), ViewError> {
+        let (needed, got) = (tensor::reach(self.shape, self.strides)?, self.bytes.len() / self.kind.bytes());
+        if needed > got { Err(ViewError::TooSmall { needed, got }) } else { Ok(()) }
+    }
+
+    /// Elements between neighbours along each axis, 0 where the axis is broadcast.
+    #[must_use]
+    pub fn steps(&self) -> [usize; 4] {
+        std::array::from_fn(|axis| if self.shape[axis] == 1 { 0 } else { self.strides[axis] })
+    }
+}
+
+impl<M: DeviceMemory> GpuMask<'_, M> {
+    /// Checks that the view has the bytes of the elements that shape and strides reach, and that they are aligned.
     pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
-        let size = match self.kind {
-            MaskKind::Bool => 1,
-            MaskKind::Additive(dtype) => dtype.bytes(),
-        };
-        let refused = |error| RunError::Memory { tensor: name, error };
-        let (needed, got) =
-            (tensor::reach(self.shape, self.strides).map_err(refused)?, self.bytes.len() / size);
-        if needed > got { Err(refused(ViewError::TooSmall { needed, got })) } else { Ok(()) }
+        self.check_reach().map_err(|error| RunError::Memory { tensor: name, error })?;
+        let aligned = self.kind.bytes();
+        let got = (self.bytes.memory().address() as usize).wrapping_add(self.bytes.span().offset);
+        if got.is_multiple_of(aligned) {
+            Ok(())
+        } else {
+            Err(RunError::Alignment { tensor: name, aligned, got })
+        }
     }
 }
 
@@ -190,7 +325,7 @@ impl<M> GpuTables<'_, M> {
     }
 }
 
-impl<M> GpuInputs<'_, M> {
+impl<M: DeviceMemory> GpuInputs<'_, M> {
     /// Checks that the memory of every tensor holds what its shape and strides reach: kernels read there whatever they are told.
     pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
         self.q.check().map_err(|error| RunError::Memory { tensor: "q", error })?;
@@ -227,7 +362,6 @@ pub const fn dtype_of(element: ScalarType) -> Option<Dtype> {
 }
 
 /// The largest power of two, at most 16, that divides all numbers.
-#[must_use]
-pub fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
+fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
     1 << numbers.into_iter().fold(16, |bits, n| bits | n).trailing_zeros()
 }

@@ -1,7 +1,8 @@
 //! Tensors of the host, copied to the memory of a device and back.
 
+use crate::array::rows;
 use crate::codecs::scalar_type;
-use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut, alignment};
+use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -61,11 +62,6 @@ struct Mask<M> {
     memory: M,
     kind: MaskKind,
     shape: [usize; 4],
-}
-
-/// Batch entry, head and row of every row, in dense order.
-fn rows([batch, heads, rows, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]> {
-    (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..rows).map(move |row| [b, h, row])))
 }
 
 /// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over. An axis of
@@ -140,13 +136,11 @@ impl<M> Kv<M> {
 impl<M: DeviceMemory> Kv<M> {
     fn view(&self) -> GpuKv<'_, M> {
         let Self { memory, codec, shape, strides, means } = self;
-        let used = shape.iter().zip(strides).filter(|(n, _)| **n > 1).map(|(_, stride)| *stride);
         GpuKv {
             bytes: memory.view(),
             codec: *codec,
             shape: *shape,
             strides: *strides,
-            aligned: alignment(used),
             means: means.as_ref().map(M::view),
         }
     }

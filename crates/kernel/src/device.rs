@@ -26,6 +26,9 @@ pub trait Device {
     /// What the device reports; the contract has been checked.
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
 
+    /// Sends launches to the device, where they are gathered before: those of one run are sent together.
+    fn submit(&self) {}
+
     /// The kernel and the threads that a threadgroup of it may have, where an error says that a launch has more than the compiled kernel
     /// takes. That kernel was not launched, and one of fewer threads may do.
     #[must_use]
@@ -37,6 +40,14 @@ pub trait Device {
     fn failures(&self) -> u64 {
         0
     }
+
+    /// Whether launches go to a graph that is launched later. Host writes cannot be a part of it.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn captures(&self) -> Result<bool, Self::Error> {
+        Ok(false)
+    }
 }
 
 /// Memory of a device whose elements are of one type.
@@ -46,6 +57,11 @@ pub trait DeviceMemory: Sized {
 
     /// All of it, to be read and written.
     fn view_mut(&mut self) -> ViewMut<'_, Self>;
+
+    /// The address of the first element, or its distance in bytes from one that is a multiple of 16: how rows are aligned follows from it.
+    fn address(&self) -> u64 {
+        0
+    }
 }
 
 /// A device whose memory the host allocates, writes and reads. Writes, launches and reads of one device follow each other.

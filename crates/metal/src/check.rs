@@ -5,11 +5,11 @@ use crate::session::Session;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::owned::OwnedTensor;
-use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{Dims, ProblemDesc, QOffset, Visibility};
 use flashtile_core::quality::{Accumulation, Tolerance, compare_out};
 use flashtile_core::reference;
 use flashtile_core::tensor::ViewError;
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_kernel::f16;
 use flashtile_kernel::metal::Gpu;
 
@@ -51,7 +51,7 @@ fn compute(gpu: &Gpu, facts: MetalFacts, dims: Dims) -> Result<(), String> {
     desc.q_offset = Some(QOffset::BottomRight);
     let inputs = Inputs::new(q.view(), k.view(), v.view());
     let mut out = OwnedTensor::zeros(Dtype::F16, dims.out_shape()).map_err(said)?;
-    let mut session = Session::new(gpu.clone(), facts, PlanOptions::default());
+    let mut session = Session::new(gpu.clone(), PortableEngine::new(facts));
     let computed = session.compute(&desc, &inputs, &mut Outputs::new(out.view_mut()));
     computed.map_err(|error| error.to_string())?;
     let problem = desc.validate().map_err(|error| error.to_string())?;

@@ -1,16 +1,16 @@
 //! A device.
 
-use crate::cache::{MetalKvCache, MetalStore};
 use crate::check::check;
 use crate::error::MetalError;
 use crate::facts::{MetalFacts, facts_of};
 use crate::plan::MetalPlan;
-use crate::session::Session;
+use crate::session::{MetalKvCache, MetalStore, Session};
 use flashtile_core::cache::{CacheDesc, KvCache};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::StoreError;
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_kernel::metal::objc2_metal::{MTLDevice, MTLGPUFamily};
 use flashtile_kernel::metal::{CommandQueue, Error, Gpu, Memory, MetalDevice};
 use flashtile_kernel::{Device, HostAccess, ScalarType};
@@ -104,7 +104,7 @@ impl Metal {
     /// [`Metal::session`] with options of the planner.
     #[must_use]
     pub fn session_with(&self, options: PlanOptions) -> Session {
-        Session::new(self.gpu.clone(), self.facts, options)
+        Session::new(self.gpu.clone(), PortableEngine::with_options(self.facts, options))
     }
 
     /// An empty cache in the device's memory, whose pools are zero. Its operations follow each other, and the runs of sessions, on the

@@ -4,13 +4,13 @@
 //! over tensors in its memory, and KV caches (`MetalKvCache`). Kernels are compiled when they are first needed, and kept on disk.
 //!
 //! A tensor is a `Memory` with a shape and strides, and a memory is a range of an `MTLBuffer`: an inference engine lends its own
-//! buffers (`Gpu::borrow`), and encodes attention into its own command buffers (`Session::encode`) or encoders
-//! (`Session::encode_in`). A library that keeps Metal's encoder to itself passes launches on by a `ForeignEncoder`
-//! (`Session::encode_in_foreign`).
+//! buffers (`Gpu::borrow`), and encodes attention and operations of caches into its own command buffers (`Encode::encode`) or encoders
+//! (`Encode::encode_in`). A library that keeps Metal's encoder to itself passes launches on by a `ForeignEncoder`
+//! (`Encode::encode_in_foreign`).
 //!
 //! ```no_run
 //! # #[cfg(target_vendor = "apple")] {
-//! use flashtile::metal::{Metal, MetalInputs, MetalOutputs, ScalarType, dense, kv, tensor, tensor_mut};
+//! use flashtile::metal::{Metal, MetalInputs, MetalKv, MetalOutputs, MetalTensor, MetalTensorMut, ScalarType, dense};
 //! use flashtile::{Dims, Dtype, ProblemDesc, Visibility};
 //! let metal = Metal::new()?;
 //! let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 512, kv_len: 512, head_dim: 128, value_dim: 128 };
@@ -18,12 +18,15 @@
 //! let (q, k, v) = (elements(dims.q_shape())?, elements(dims.k_shape())?, elements(dims.v_shape())?);
 //! let mut out = elements(dims.out_shape())?;
 //! let [of_q, of_k, of_v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
-//! let inputs = MetalInputs::new(tensor(&q, of_q, dense(of_q))?, kv(&k, of_k, dense(of_k))?, kv(&v, of_v, dense(of_v))?);
+//! let (k, v) = (MetalTensor::new(k.view(), of_k, dense(of_k))?, MetalTensor::new(v.view(), of_v, dense(of_v))?);
+//! let q = MetalTensor::new(q.view(), of_q, dense(of_q))?;
+//! let inputs = MetalInputs::new(q, MetalKv::elements(k)?, MetalKv::elements(v)?);
 //! let mut desc = ProblemDesc::new(dims, Dtype::F16);
 //! desc.visibility = Visibility::causal();
 //! let mut session = metal.session();
 //! let of_out = dims.out_shape();
-//! session.run(&desc, &inputs, &mut MetalOutputs::new(tensor_mut(&mut out, of_out, dense(of_out))?))?;
+//! let mut outputs = MetalOutputs::new(MetalTensorMut::new(out.view_mut(), of_out, dense(of_out))?);
+//! session.run(&desc, &inputs, &mut outputs)?;
 //! metal.gpu().synchronize()?;
 //! # }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -35,8 +38,6 @@ mod facts;
 mod plan;
 
 #[cfg(any(target_vendor = "apple", metal_standin))]
-mod cache;
-#[cfg(any(target_vendor = "apple", metal_standin))]
 mod check;
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod device;
@@ -47,8 +48,6 @@ pub mod limits;
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod session;
 #[cfg(any(target_vendor = "apple", metal_standin))]
-mod tensors;
-#[cfg(any(target_vendor = "apple", metal_standin))]
 mod timed;
 
 pub use facts::{ALL_APPLE, MetalFacts, facts_of};
@@ -58,7 +57,6 @@ pub use plan::MetalPlan;
 
 #[cfg(any(target_vendor = "apple", metal_standin))]
 pub use {
-    cache::{MetalKvCache, MetalStore, encode_cache},
     device::Metal,
     error::MetalError,
     flashtile_core::tensor::dense,
@@ -74,7 +72,6 @@ pub use {
         Timing, objc2, objc2_metal,
     },
     flashtile_kernel::{ScalarType, View, ViewMut},
-    session::Session,
-    tensors::{kv, tensor, tensor_mut},
+    session::{Encode, MetalKvCache, MetalStore, Session},
     timed::TimedRun,
 };

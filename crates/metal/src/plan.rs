@@ -10,7 +10,6 @@ use flashtile_gpu::tile::PortableTile;
 /// A plan of the Metal backend. Pure: made for any device from its [`MetalFacts`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct MetalPlan {
-    problem: Problem,
     options: PlanOptions,
     kernel: PortableKernel,
     plan: Box<Plan>,
@@ -26,7 +25,7 @@ impl serde::Serialize for MetalPlan {
         plan.serialize_field("threadgroups", &self.task_count())?;
         plan.serialize_field("splits", &self.splits())?;
         plan.serialize_field("workspace_bytes", &self.workspace_bytes())?;
-        plan.serialize_field("problem", self.problem.desc())?;
+        plan.serialize_field("problem", self.problem().desc())?;
         plan.serialize_field("options", &self.options)?;
         plan.end()
     }
@@ -73,13 +72,14 @@ impl MetalPlan {
         }
         let plan = Box::new(Plan::new(problem, facts, options, tile)?);
         let kernel = PortableKernel::new("metal", problem, *plan.tile());
-        Ok(Self { problem: problem.clone(), options, kernel, plan })
+        Ok(Self { options, kernel, plan })
     }
 
     /// The problem that this plan computes.
     #[must_use]
     pub const fn problem(&self) -> &Problem {
-        &self.problem
+        let plan: &Plan = &self.plan;
+        plan.problem()
     }
 
     /// The options that it was made with.

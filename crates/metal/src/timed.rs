@@ -2,40 +2,18 @@
 
 use crate::device::Metal;
 use crate::error::MetalError;
-use crate::session::Session;
-use flashtile_core::block_tables::BlockTables;
-use flashtile_core::inputs::{self, Inputs, Outputs};
+use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
-use flashtile_core::problem::{Problem, ProblemDesc};
+use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
-use flashtile_gpu::upload::{Results, Uploaded};
-use flashtile_kernel::metal::{Error, Gpu, Memory};
+use flashtile_gpu::engine::{Engine, PortableEngine};
+use flashtile_gpu::uploaded_run::UploadedRun;
+use flashtile_kernel::metal::{Error, Gpu};
 
 /// A problem with copies of its tensors in a device's memory, to be measured.
 #[derive(Debug)]
 pub struct TimedRun {
-    gpu: Gpu,
-    launches: Launches,
-}
-
-/// What is launched.
-#[derive(Debug)]
-struct Launches {
-    session: Session,
-    desc: ProblemDesc,
-    uploaded: Uploaded<Memory>,
-    tables: Option<BlockTables>,
-    results: Results<Memory>,
-}
-
-impl Launches {
-    fn launch(&mut self) -> Result<(), MetalError> {
-        let Self { session, desc, uploaded, tables, results } = self;
-        match tables {
-            Some(tables) => session.run_paged(desc, &uploaded.inputs(), tables, &mut results.outputs()),
-            None => session.run(desc, &uploaded.inputs(), &mut results.outputs()),
-        }
-    }
+    run: UploadedRun<PortableEngine<Gpu>>,
 }
 
 impl TimedRun {
@@ -50,17 +28,9 @@ impl TimedRun {
         inputs: &Inputs<'_>,
         outputs: &Outputs<'_>,
     ) -> Result<Self, MetalError> {
-        inputs::check(problem, inputs, outputs)?;
-        let mut session = metal.session_with(options);
-        session.plan(problem.desc())?;
-        let launches = Launches {
-            session,
-            desc: problem.desc().clone(),
-            uploaded: Uploaded::new(metal.gpu(), inputs).map_err(failed)?,
-            tables: inputs.tables.cloned(),
-            results: Results::new(metal.gpu(), outputs).map_err(failed)?,
-        };
-        Ok(Self { gpu: metal.gpu().clone(), launches })
+        let session = metal.session_with(options);
+        let plan = session.engine().plan(problem)?;
+        Ok(Self { run: UploadedRun::new(session, plan, inputs, outputs)? })
     }
 
     /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
@@ -68,8 +38,7 @@ impl TimedRun {
     /// # Errors
     /// [`MetalError`] of the run.
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), MetalError> {
-        self.launch()?;
-        self.launches.results.download(&self.gpu, outputs).map_err(failed)
+        self.run.compute(outputs)
     }
 
     /// Launches a run.
@@ -77,7 +46,7 @@ impl TimedRun {
     /// # Errors
     /// [`MetalError`] of the launch.
     pub fn launch(&mut self) -> Result<(), MetalError> {
-        self.launches.launch()
+        self.run.launch()
     }
 
     /// Waits for everything that was launched.
@@ -85,7 +54,7 @@ impl TimedRun {
     /// # Errors
     /// [`Error::Execution`] where a run failed.
     pub fn wait(&self) -> Result<(), MetalError> {
-        self.gpu.synchronize().map_err(failed)
+        self.run.device().synchronize().map_err(SessionError::device)
     }
 
     /// Seconds of a run on the GPU. Caches hold what they held after the run before.
@@ -93,14 +62,10 @@ impl TimedRun {
     /// # Errors
     /// [`MetalError`] of the launch and the run.
     pub fn seconds(&mut self) -> Result<f64, MetalError> {
-        let launches = &mut self.launches;
-        let timed = self.gpu.time(1, || launches.launch().map_err(Timed));
+        let (gpu, run) = (self.run.device().clone(), &mut self.run);
+        let timed = gpu.time(1, || run.launch().map_err(Timed));
         timed.map(|timing| timing.least()).map_err(|Timed(error)| error)
     }
-}
-
-fn failed(error: Error) -> MetalError {
-    SessionError::device(error)
 }
 
 /// An error of a run that is timed, or of the timing.
@@ -108,6 +73,6 @@ struct Timed(MetalError);
 
 impl From<Error> for Timed {
     fn from(error: Error) -> Self {
-        Self(failed(error))
+        Self(SessionError::device(error))
     }
 }

@@ -3,7 +3,7 @@
 use super::error::StoreError;
 use super::pool::{Find, GpuPool, Lists, MAX_RUNS};
 use super::rows::{GpuRows, GpuRowsMut};
-use crate::tensors::{GpuKv, alignment};
+use crate::tensors::GpuKv;
 use flashtile_core::cache::{CacheDesc, CacheError, PageCopy, PageStore, RowRun};
 use flashtile_core::codec::Side;
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
@@ -116,7 +116,6 @@ impl<D: HostAccess> GpuStore<D> {
                 codec: pool.codec(),
                 shape,
                 strides: [page, head, row],
-                aligned: alignment([page, head, row]),
                 means: mean.map(DeviceMemory::view),
             }
         })

@@ -13,7 +13,7 @@ use crate::device::{Argument, Constant, Device, HostAccess, Launch, Limits, Span
 use crate::scalar::{Scalar, ScalarType};
 use crate::source::{Generic, Instance};
 use crate::timing::Timing;
-use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags as Flags};
+use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags as Flags, CUstreamCaptureStatus};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -275,7 +275,10 @@ impl Gpu {
     }
 
     /// The address of what is given for a parameter.
-    fn address(
+    ///
+    /// # Errors
+    /// [`Error::OtherDevice`], and [`Error::Span`] where it is not inside of the memory, or not a multiple of its elements' size.
+    pub fn address(
         &self,
         kernel: &'static str,
         parameter: &'static str,
@@ -302,6 +305,11 @@ impl Device for Gpu {
 
     fn limits(&self) -> Limits {
         self.shared.limits
+    }
+
+    fn captures(&self) -> Result<bool, Error> {
+        let status = self.stream.capture_status().map_err(Error::driver("state of the stream"))?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
     fn launch(&self, launch: Launch<'_, Memory>) -> Result<(), Error> {

@@ -217,6 +217,10 @@ impl DeviceMemory for Memory {
     fn view_mut(&mut self) -> ViewMut<'_, Self> {
         self.view_mut()
     }
+
+    fn address(&self) -> u64 {
+        self.at
+    }
 }
 
 /// The bytes of scalars.

@@ -541,6 +541,10 @@ impl Device for Gpu {
         self.shared.limits
     }
 
+    fn submit(&self) {
+        self.commit();
+    }
+
     fn launch(&self, launch: Launch<'_, Memory>) -> Result<(), Error> {
         let instance = launch.instance();
         let kernel = instance.kernel();

@@ -237,4 +237,9 @@ impl DeviceMemory for Memory {
     fn view_mut(&mut self) -> ViewMut<'_, Self> {
         self.view_mut()
     }
+
+    /// Buffers start at pages.
+    fn address(&self) -> u64 {
+        self.offset as u64
+    }
 }

@@ -1,0 +1,283 @@
+//! Engines: how a device computes attention.
+//!
+//! A [`Session`](crate::session::Session) checks inputs, keeps plans and copies block tables. Its engine chooses kernels, owns the
+//! scratch memory of a plan and launches. [`PortableEngine`] has the kernels of this crate; a backend with kernels of its own has an engine
+//! of its own.
+
+use crate::error::SessionError;
+use crate::facts::GpuFacts;
+use crate::plan::Plan;
+use crate::run::{Runs, Workspace};
+use crate::tensors::{GpuInputs, GpuOutputs};
+use crate::tile::Tiling;
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+use flashtile_kernel::{Device, HostAccess, Instance, LaunchError};
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// The memory of an engine's device.
+pub type MemoryOf<E> = <<E as Engine>::Device as Device>::Memory;
+
+/// How a device computes attention.
+pub trait Engine {
+    /// The device.
+    type Device: HostAccess;
+    /// Kernels, tiles, splits and sizes of one problem.
+    type Plan;
+    /// A plan on the device: loaded kernels, and the memory that its runs need beside their tensors.
+    type Prepared;
+    /// Why a call failed.
+    type Error: From<SessionError<<Self::Device as Device>::Error>>;
+
+    /// Plans a problem.
+    ///
+    /// # Errors
+    /// [`Unsupported`].
+    fn plan(&self, problem: &Problem) -> Result<Self::Plan, Unsupported>;
+
+    /// Loads the kernels of a plan and takes memory for its runs, which may be that of `old`: runs of both follow each other.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn prepare(
+        &self,
+        device: &Self::Device,
+        plan: Self::Plan,
+        old: Option<Self::Prepared>,
+    ) -> Result<Self::Prepared, Self::Error>;
+
+    /// Turns a prepared plan into that of another step of the same sequences, whose numbers of keys alone differ, or returns the new plan
+    /// where its launches or sizes differ.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn update(
+        &self,
+        device: &Self::Device,
+        prepared: &mut Self::Prepared,
+        plan: Self::Plan,
+    ) -> Result<Option<Self::Plan>, Self::Error>;
+
+    /// The plan that was prepared.
+    fn planned(prepared: &Self::Prepared) -> &Self::Plan;
+
+    /// The problem that a plan computes.
+    fn problem(plan: &Self::Plan) -> &Problem;
+
+    /// Writes to the device what changed of the sequences since the last run. Returns whether kernels then look up a block table for `tables`.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn write_sequences(
+        &self,
+        device: &Self::Device,
+        prepared: &mut Self::Prepared,
+        tables: Option<&BlockTables>,
+    ) -> Result<bool, Self::Error>;
+
+    /// Launches a run over tensors that were checked against the problem.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn run(
+        &self,
+        device: &Self::Device,
+        prepared: &mut Self::Prepared,
+        inputs: &GpuInputs<'_, MemoryOf<Self>>,
+        outputs: &mut GpuOutputs<'_, MemoryOf<Self>>,
+    ) -> Result<(), Self::Error>;
+
+    /// Whether the engine has learned from an error of a run, so that the problem planned anew may run.
+    fn learn(&mut self, _plan: &Self::Plan, _error: &Self::Error) -> bool {
+        false
+    }
+
+    /// Forgets what was written to the device, which may not have arrived there.
+    fn forget_written(_prepared: &mut Self::Prepared) {}
+}
+
+/// The native code of a device that runs nothing else.
+#[derive(Debug, Clone, Copy)]
+struct Native {
+    /// The instance with native code.
+    find: fn(&Instance) -> Option<Instance>,
+    /// Why a problem has none.
+    missing: fn(&Problem) -> String,
+}
+
+/// How problems are planned.
+#[derive(Debug, Clone, Copy)]
+enum Planner {
+    /// For the limits of a device.
+    Device(GpuFacts, PlanOptions),
+    /// All with the same tile.
+    Tiling(Tiling),
+}
+
+/// The portable kernels on any device.
+pub struct PortableEngine<D> {
+    planner: Planner,
+    native: Option<Native>,
+    /// Threads that a threadgroup of a kernel, by its entry point, may have, where that is known to be less than its plan has.
+    thread_limits: HashMap<String, usize>,
+    device: PhantomData<fn(&D)>,
+}
+
+impl<D> fmt::Debug for PortableEngine<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PortableEngine").field("planner", &self.planner).finish_non_exhaustive()
+    }
+}
+
+impl<D> PortableEngine<D> {
+    /// The kernels that suit a device with these facts.
+    #[must_use]
+    pub fn new(facts: GpuFacts) -> Self {
+        Self::with_options(facts, PlanOptions::default())
+    }
+
+    /// [`PortableEngine::new`] with options of the planner.
+    #[must_use]
+    pub fn with_options(facts: GpuFacts, options: PlanOptions) -> Self {
+        Self::with_planner(Planner::Device(facts, options))
+    }
+
+    /// Kernels of one tile for every problem, whatever the device can hold.
+    #[must_use]
+    pub fn with_tiling(tiling: impl Into<Tiling>) -> Self {
+        Self::with_planner(Planner::Tiling(tiling.into()))
+    }
+
+    fn with_planner(planner: Planner) -> Self {
+        Self { planner, native: None, thread_limits: HashMap::new(), device: PhantomData }
+    }
+
+    /// For a device that runs native code only: `find` knows it, and `missing` says why a problem has none.
+    #[must_use]
+    pub fn with_native(
+        mut self,
+        find: fn(&Instance) -> Option<Instance>,
+        missing: fn(&Problem) -> String,
+    ) -> Self {
+        self.native = Some(Native { find, missing });
+        self
+    }
+
+    /// The plan for threadgroups as large as its kernels are known to take.
+    fn within_limits(&self, problem: &Problem) -> Result<Plan, Unsupported> {
+        let (mut facts, options) = match self.planner {
+            Planner::Device(facts, options) => (facts, options),
+            Planner::Tiling(tiling) => return Plan::with_tiling(problem, tiling),
+        };
+        loop {
+            let plan = Plan::new(problem, &facts, options, None)?;
+            match self.thread_limits.get(&plan.launches().entry()) {
+                Some(&limit) if limit < facts.threads_per_group => {
+                    facts = facts.with_threads_per_group(limit);
+                }
+                _ => return Ok(plan),
+            }
+        }
+    }
+}
+
+/// A plan of portable kernels and the memory of its runs.
+#[derive(Debug)]
+pub struct PreparedPortable<M> {
+    plan: Plan,
+    runs: Runs<M>,
+    /// The pages of sequences that have one each, with which the numbers of the sequences were written; `None` before they are.
+    pages: Option<Vec<u32>>,
+}
+
+impl<D: HostAccess> Engine for PortableEngine<D> {
+    type Device = D;
+    type Plan = Plan;
+    type Prepared = PreparedPortable<D::Memory>;
+    type Error = SessionError<D::Error>;
+
+    fn plan(&self, problem: &Problem) -> Result<Plan, Unsupported> {
+        let plan = self.within_limits(problem)?;
+        match self.native {
+            None => Ok(plan),
+            Some(Native { find, missing }) => {
+                plan.with_native(find).ok_or_else(|| Unsupported::Instance { why: missing(problem) })
+            }
+        }
+    }
+
+    fn prepare(
+        &self,
+        device: &D,
+        plan: Plan,
+        old: Option<Self::Prepared>,
+    ) -> Result<Self::Prepared, Self::Error> {
+        drop(old);
+        let workspace = Workspace::allocate(device, &plan).map_err(SessionError::device)?;
+        Ok(PreparedPortable { plan, runs: Runs::new(workspace), pages: None })
+    }
+
+    fn update(&self, _: &D, prepared: &mut Self::Prepared, plan: Plan) -> Result<Option<Plan>, Self::Error> {
+        if prepared.plan != plan {
+            return Ok(Some(plan));
+        }
+        (prepared.plan, prepared.pages) = (plan, None);
+        Ok(None)
+    }
+
+    fn planned(prepared: &Self::Prepared) -> &Plan {
+        &prepared.plan
+    }
+
+    fn problem(plan: &Plan) -> &Problem {
+        plan.problem()
+    }
+
+    /// Where each sequence has one page that is no ring, the numbers of the sequences say which.
+    fn write_sequences(
+        &self,
+        device: &D,
+        prepared: &mut Self::Prepared,
+        tables: Option<&BlockTables>,
+    ) -> Result<bool, Self::Error> {
+        let single = tables.filter(|tables| tables.width == 1 && !tables.wraps);
+        let pages = single.map_or(&[][..], |tables| &tables.table);
+        if prepared.pages.as_deref() != Some(pages) {
+            prepared.pages = None;
+            let numbers = prepared.plan.sequences(pages);
+            prepared.runs.write_sequences(device, &numbers).map_err(SessionError::device)?;
+            prepared.pages = Some(pages.to_vec());
+        }
+        Ok(single.is_none())
+    }
+
+    fn run(
+        &self,
+        device: &D,
+        prepared: &mut Self::Prepared,
+        inputs: &GpuInputs<'_, D::Memory>,
+        outputs: &mut GpuOutputs<'_, D::Memory>,
+    ) -> Result<(), Self::Error> {
+        prepared.runs.run(device, prepared.plan.launches(), inputs, outputs)
+    }
+
+    /// A compiled kernel may take fewer threads than its plan has.
+    fn learn(&mut self, plan: &Plan, error: &Self::Error) -> bool {
+        let SessionError::Launch(LaunchError::Device(error)) = error else { return false };
+        let (entry, kernel) = (plan.launches().entry(), plan.launches().kernel());
+        match D::thread_limit(error) {
+            Some((of, limit)) if of == kernel && !self.thread_limits.contains_key(&entry) => {
+                self.thread_limits.insert(entry, limit as usize);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn forget_written(prepared: &mut Self::Prepared) {
+        prepared.pages = None;
+    }
+}
