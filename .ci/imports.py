@@ -120,6 +120,8 @@ class Crate:
             if "tests" not in relative.parts:
                 self.modules[name] = code(tree.read(path))
         self.exports = {module: self.exports_of(module) for module in self.modules}
+        # `#[macro_export]` puts macros at the root, wherever they are defined.
+        self.macros = set(re.findall(r"#\[macro_export\]\s*(?:#\[[^]]*\]\s*)*macro_rules!\s+(\w+)", "".join(self.modules.values())))
 
     def inline(self, module):
         """Where the inline modules of a file begin and end."""
@@ -202,6 +204,10 @@ def imports(name, tree, folder):
         # The face of a folder may be used from outside it, the root's only from outside the crate.
         if indirect and len(indirect) == 1:
             yield f"{name}: {'::'.join(module) or 'the root'} imports {indirect[0]} from the crate's root"
+    for module in crate.modules:
+        # Items of the root itself, and what it re-exports of other crates.
+        of_root = {path[0] for path, _ in crate.paths(module) if path and crate.resolve(path) == ((), True) and path[0] not in crate.macros | {"*"}}
+        yield from (f"{name}: {'::'.join(module)} imports {item} from the crate's root" for item in sorted(of_root) if module)
     graph = {}
     for module, target, public, _ in found:
         if public:
@@ -269,6 +275,13 @@ def planted():
                 "crates/core/src/cache/kv.rs": (ROOT / "crates/core/src/cache/kv.rs").read_text() + "\nuse crate::TensorView;\n",
             },
             "imports TensorView from the crate's root",
+        ),
+        "a path through a crate's root to another crate": (
+            {
+                "crates/core/src/lib.rs": (ROOT / "crates/core/src/lib.rs").read_text() + "\npub use half::f16;\n",
+                "crates/core/src/cache/kv.rs": (ROOT / "crates/core/src/cache/kv.rs").read_text() + "\nuse crate::f16;\n",
+            },
+            "imports f16 from the crate's root",
         ),
     }
     clean = check()

@@ -62,7 +62,9 @@ pub mod tensor {
 
     pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
     pub use flashtile_core::owned::OwnedTensor;
-    pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError, dense};
+    pub use flashtile_core::tensor::{
+        MaskShape, MaskView, TensorView, TensorViewMut, ViewError, dense, reach,
+    };
 }
 
 pub mod cache {
@@ -147,7 +149,9 @@ pub mod simulator {
     //! the one on CUDA.
 
     pub use flashtile_gpu::SessionError;
+    pub use flashtile_gpu::array::GpuArray;
     pub use flashtile_gpu::cache::{GpuStore, StoreError};
+    pub use flashtile_gpu::engine::PortableEngine;
     pub use flashtile_gpu::session::Session;
     pub use flashtile_gpu::simulator::{CODECS, DECODE_TILE, DIMS, PREFILL_TILE, find, no_native, session};
     pub use flashtile_gpu::tensors::{

@@ -1,12 +1,12 @@
 //! Attention over arrays and tensors.
 
-use crate::cuda;
+use crate::cuda as on_cuda;
 use crate::failure::refused;
-use crate::memory::{Axes, Memory, Stream};
+use crate::memory::{Axes, DeviceList, Memory, OnDevice};
 use crate::options::Options;
 use crate::process;
 use crate::tensors::Plainness;
-use flashtile::cuda::DeviceOutputs;
+use flashtile::cuda::{self, GpuOutputs};
 use flashtile::{Outputs, Runner};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError};
 use pyo3::prelude::*;
@@ -34,7 +34,7 @@ impl Call {
     /// Attention into `out`, or into what `make` makes where that is `None`.
     fn run(self, out: &Bound<'_, PyAny>, make: &Bound<'_, PyAny>) -> PyResult<Results> {
         if let Some(stream) = self.options.stream {
-            return cuda::attention(&self, out, make, stream);
+            return on_cuda::attention(&self, out, make, stream);
         }
         let Self { options, q, k, v } = &self;
         let (py, axes) = (make.py(), options.axes());
@@ -133,19 +133,22 @@ impl<'py> Made<'py> {
         Ok(outputs)
     }
 
-    /// The results as work on a stream writes them.
-    pub(crate) fn device_outputs(
+    /// Calls `run` with the results as work on a stream writes them.
+    pub(crate) fn on_device(
         &mut self,
         axes: Axes,
         others: &[&Memory],
-        stream: Stream,
-    ) -> PyResult<DeviceOutputs<'_>> {
+        on: OnDevice<'_>,
+        run: impl FnOnce(&mut GpuOutputs<'_, cuda::Memory>) -> PyResult<()>,
+    ) -> PyResult<()> {
         if let Some(lse) = &self.lse {
             lse.block.check_exclusive(&[&self.out.block])?;
         }
-        let mut outputs = DeviceOutputs::new(self.out.device_view_mut(axes, others, stream)?);
-        outputs.lse = self.lse.as_mut().map(|lse| lse.device_list_mut(others, stream)).transpose()?;
-        Ok(outputs)
+        let mut out = self.out.device_tensor_mut(axes, others, on)?;
+        let mut lse = self.lse.as_mut().map(|lse| lse.device_list_mut(others, on)).transpose()?;
+        let mut outputs = GpuOutputs::new(out.view_mut().map_err(refused)?);
+        outputs.lse = lse.as_mut().map(DeviceList::view_mut);
+        run(&mut outputs)
     }
 
     /// The objects, once their memory is written.

@@ -4,9 +4,9 @@
 
 use crate::attention::{Call, Made, Results};
 use crate::failure::refused;
-use crate::memory::Stream;
+use crate::memory::{DeviceList, DeviceMask, OnDevice, Stream};
 use flashtile::cuda::cudarc::driver::{CudaStream, sys::CUstream};
-use flashtile::cuda::{Cuda, CudaError, DeviceInputs, Session};
+use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Session, with_session};
 use flashtile::{Dims, ProblemDesc};
 use pyo3::prelude::*;
 use std::collections::HashMap;
@@ -21,37 +21,42 @@ pub(crate) fn attention(
 ) -> PyResult<Results> {
     let py = make.py();
     let axes = options.axes();
-    let (q_view, k_view) = (q.device_view(axes, stream)?, k.device_view(axes, stream)?);
-    let v_view = v.device_view(axes, stream)?;
-    let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q_view.shape, k_view.shape);
-    let value_dim = v_view.shape[3];
+    let (cuda, stream_of_call) = borrowed(stream).map_err(refused)?;
+    let on = OnDevice { gpu: cuda.gpu(), stream };
+    let q_tensor = q.device_tensor(axes, on)?;
+    let (k_tensor, v_tensor) = (k.device_tensor(axes, on)?, v.device_tensor(axes, on)?);
+    let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q_tensor.shape, k_tensor.shape);
+    let value_dim = v_tensor.shape[3];
     let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
-    let mut desc = ProblemDesc::new(dims, q_view.dtype);
+    let mut desc = ProblemDesc::new(dims, q_tensor.dtype);
     options.set(&mut desc);
-    let mut inputs = DeviceInputs::new(q_view.tensor, k_view.tensor, v_view.tensor);
-    if let Some(mask) = options.mask() {
-        let (mask, kind) = mask.device_mask(stream)?;
-        (inputs.mask, desc.mask) = (Some(mask), Some(kind));
-    }
-    inputs.alibi_slopes = options.slopes_on(stream)?;
-    inputs.sinks = options.sinks_on(stream)?;
-    let stream_of_call = borrowed(stream).map_err(refused)?;
+    let q_view = q_tensor.view().map_err(refused)?;
+    let k_view = k_tensor.view().and_then(GpuKv::elements).map_err(refused)?;
+    let v_view = v_tensor.view().and_then(GpuKv::elements).map_err(refused)?;
+    let mut inputs = GpuInputs::new(q_view, k_view, v_view);
+    let mask = options.mask().map(|mask| mask.device_mask(on)).transpose()?;
+    desc.mask = mask.as_ref().map(|mask| mask.kind);
+    inputs.mask = mask.as_ref().map(DeviceMask::view).transpose().map_err(refused)?;
+    let (slopes, sinks) = (options.slopes_on(on)?, options.sinks_on(on)?);
+    inputs.alibi_slopes = slopes.as_ref().map(DeviceList::view);
+    inputs.sinks = sinks.as_ref().map(DeviceList::view);
     // A wrong problem is refused before there is memory for its result. Kernels are compiled here.
     let shape = |session: &mut Session| -> Result<[usize; 4], CudaError> {
         Ok(session.plan(&desc)?.problem().dims().out_shape())
     };
-    let shape = py.detach(|| Session::with_current(&stream_of_call, shape)?).map_err(refused)?;
+    let shape = py.detach(|| with_session(&stream_of_call, shape)?).map_err(refused)?;
     let mut made = Made::new(out, options, (axes, shape), make)?;
     let mut others = vec![q, k, v];
     others.extend(options.mask());
-    let mut outputs = made.device_outputs(axes, &others, stream)?;
-    let run = |session: &mut Session| session.run(&desc, &inputs, &mut outputs);
-    py.detach(|| Session::with_current(&stream_of_call, run)?).map_err(refused)?;
+    made.on_device(axes, &others, on, |outputs| {
+        let run = |session: &mut Session| session.run(&desc, &inputs, outputs);
+        py.detach(|| with_session(&stream_of_call, run)?).map_err(refused)
+    })?;
     Ok(made.results())
 }
 
-/// A stream of the caller, in the primary context of its device.
-fn borrowed(stream: Stream) -> Result<Arc<CudaStream>, CudaError> {
+/// A device, and a stream of the caller in its primary context.
+fn borrowed(stream: Stream) -> Result<(Cuda, Arc<CudaStream>), CudaError> {
     static DEVICES: Mutex<Option<HashMap<i32, Cuda>>> = Mutex::new(None);
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let devices = devices.get_or_insert_default();
@@ -64,5 +69,6 @@ fn borrowed(stream: Stream) -> Result<Arc<CudaStream>, CudaError> {
     };
     // SAFETY: the stream is one of the device, in its primary context, which all users of the runtime share. Its library keeps it alive
     // during the call, and what outlives the call does not use it.
-    Ok(unsafe { cuda.context().wrap_borrowed_stream(stream.handle as CUstream) })
+    let borrowed = unsafe { cuda.context().wrap_borrowed_stream(stream.handle as CUstream) };
+    Ok((cuda.clone(), borrowed))
 }

@@ -1,7 +1,6 @@
 //! Options of a call, as the Python functions document them.
 
-use crate::memory::{Axes, Memory, Stream};
-use flashtile::cuda::DeviceList;
+use crate::memory::{Axes, DeviceList, Memory, OnDevice, Stream};
 use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibility};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
@@ -36,10 +35,10 @@ impl Numbers {
         }
     }
 
-    fn device(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
+    fn device(&self, on: OnDevice<'_>) -> PyResult<Option<DeviceList<'_>>> {
         match self {
             Self::Host(_) => Ok(None),
-            Self::Device(memory) => memory.device_list(stream).map(Some),
+            Self::Device(memory) => memory.device_list(on).map(Some),
         }
     }
 }
@@ -164,12 +163,12 @@ impl Options {
         self.mask.as_ref()
     }
 
-    pub(crate) fn slopes_on(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
-        Ok(self.alibi_slopes.as_ref().map(|slopes| slopes.device(stream)).transpose()?.flatten())
+    pub(crate) fn slopes_on(&self, on: OnDevice<'_>) -> PyResult<Option<DeviceList<'_>>> {
+        Ok(self.alibi_slopes.as_ref().map(|slopes| slopes.device(on)).transpose()?.flatten())
     }
 
-    pub(crate) fn sinks_on(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
-        Ok(self.sinks.as_ref().map(|sinks| sinks.device(stream)).transpose()?.flatten())
+    pub(crate) fn sinks_on(&self, on: OnDevice<'_>) -> PyResult<Option<DeviceList<'_>>> {
+        Ok(self.sinks.as_ref().map(|sinks| sinks.device(on)).transpose()?.flatten())
     }
 
     /// Sets everything but the mask in the description of a problem.

@@ -1,14 +1,11 @@
 //! The CUDA backend on this machine's device. Without one, the tests print so and pass.
 
-#![allow(unsafe_code, reason = "device addresses are made views")]
-
 mod session;
 
 use crate::support::{answer, build, cuda, cuda_runners, cuda_with_wgmma, options};
 use flashtile::codec::key_mean;
-use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{
-    CudaError, DeviceError, DeviceInputs, DeviceOutputs, DeviceTensor, DeviceTensorMut, Session,
+    CudaError, DeviceError, Gpu, GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut, Memory, Session, StoreError,
 };
 use flashtile::kernel::ScalarType;
 use flashtile::plan::{CudaTile, Sm80Tile, Sm90Tile, machines};
@@ -19,12 +16,12 @@ use flashtile::{
     Visibility,
 };
 use flashtile_testkit::{
-    CacheTwins, Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng,
+    CacheTwins, Case, CudaRunner, DevicePlacement, Failure, Guarded, GuardedRun, Keep, Prepared, Rng,
     RunReport, Runner as CaseRunner, RunnerError, catalogue, conformance, quantized, random_case,
 };
 use rayon::prelude::*;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 #[test]
 fn the_catalogue_and_random_cases_pass() {
@@ -77,10 +74,8 @@ impl CaseRunner for HostTensors {
 
 #[test]
 fn a_session_computes_over_tensors_of_the_host() {
-    if cuda().is_none() {
-        return;
-    }
-    let runner = HostTensors(Mutex::new(Session::open(0).unwrap()));
+    let Some(cuda) = cuda() else { return };
+    let runner = HostTensors(Mutex::new(cuda.open_session().unwrap()));
     let cases: Vec<Case> =
         catalogue().into_iter().step_by(43).chain(quantized().into_iter().step_by(17)).collect();
     let (mut passed, mut failed) = (0, Vec::new());
@@ -303,7 +298,7 @@ fn blocks_of_threads_take_work_tiles_from_a_queue() {
         let mut out = Guarded::new(case.desc.dtype, built.problem.dims().out_shape(), built.layout);
         let mut outputs = Outputs::new(out.view_mut());
         let mut run =
-            DeviceRun::new(&cuda, &plan, &built.inputs(), &mut outputs, DevicePlacement::default()).unwrap();
+            GuardedRun::new(&cuda, &plan, &built.inputs(), &mut outputs, DevicePlacement::default()).unwrap();
         for _ in 0..3 {
             run.compute(&mut Outputs::new(out.view_mut())).unwrap();
             assert!(out.bits() == want, "{}", case.name);
@@ -335,7 +330,7 @@ fn splits_that_a_mask_hides_add_nothing() {
 }
 
 /// The answer of a run made for a case, after another launch of it.
-fn read(run: &DeviceRun, like: &Guarded) -> Vec<u32> {
+fn read(run: &GuardedRun, like: &Guarded) -> Vec<u32> {
     let mut out = like.clone();
     run.read(&mut Outputs::new(out.view_mut())).unwrap();
     out.bits()
@@ -362,7 +357,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();
-    let mut run = DeviceRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
     run.seconds().unwrap();
     run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
     run.seconds().unwrap();
@@ -404,7 +399,7 @@ fn refusals_say_what_is_wrong() {
     let plan = cuda.plan(&built.problem, PlanOptions::default()).unwrap();
     let mut out = Guarded::new(Dtype::F32, built.problem.dims().out_shape(), built.layout);
     let mut outputs = Outputs::new(out.view_mut());
-    let refusal = DeviceRun::new(&cuda, &plan, &other.inputs(), &mut outputs, DevicePlacement::default());
+    let refusal = GuardedRun::new(&cuda, &plan, &other.inputs(), &mut outputs, DevicePlacement::default());
     assert!(matches!(refusal.unwrap_err(), CudaError::Inputs(_)));
     // A plan for a device with more shared memory than this one has.
     let wide = build(&Case::new("wide", [1, 2, 2, 200, 900, 512, 512], Dtype::F32));
@@ -418,14 +413,13 @@ fn refusals_say_what_is_wrong() {
 
 /// f32 rows `[tokens, heads, dim]` on the device.
 struct Rows {
-    memory: CudaSlice<f32>,
+    memory: Memory,
     shape: [usize; 3],
-    stream: Arc<CudaStream>,
 }
 
 impl Rows {
-    fn new(stream: &Arc<CudaStream>, data: &[f32], shape: [usize; 3]) -> Self {
-        Self { memory: stream.clone_htod(data).unwrap(), shape, stream: stream.clone() }
+    fn new(gpu: &Gpu, data: &[f32], shape: [usize; 3]) -> Self {
+        Self { memory: gpu.buffer_from(data).unwrap(), shape }
     }
 
     fn shape(&self) -> ([usize; 4], [usize; 4]) {
@@ -433,22 +427,18 @@ impl Rows {
         ([1, heads, tokens, dim], [tokens * heads * dim, dim, heads * dim, 1])
     }
 
-    fn view(&self) -> DeviceTensor<'_> {
+    fn view(&self) -> GpuTensor<'_, Memory> {
         let (shape, strides) = self.shape();
-        let at = self.memory.device_ptr(&self.stream).0;
-        // SAFETY: the memory holds the rows, and lives until the stream has been waited for.
-        unsafe { DeviceTensor::from_raw_parts(Dtype::F32, at, shape, strides).unwrap() }
+        GpuTensor::new(self.memory.view(), shape, strides).unwrap()
     }
 
-    fn view_mut(&mut self) -> DeviceTensorMut<'_> {
+    fn view_mut(&mut self) -> GpuTensorMut<'_, Memory> {
         let (shape, strides) = self.shape();
-        let at = self.memory.device_ptr(&self.stream).0;
-        // SAFETY: as above; nothing else accesses it.
-        unsafe { DeviceTensorMut::from_raw_parts(Dtype::F32, at, shape, strides).unwrap() }
+        GpuTensorMut::new(self.memory.view_mut(), shape, strides).unwrap()
     }
 
     fn read(&self) -> Vec<f32> {
-        self.stream.clone_dtoh(&self.memory).unwrap()
+        self.memory.to_vec().unwrap()
     }
 }
 
@@ -520,7 +510,8 @@ fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
         }
         let [on_host, on_device] = [host.create().unwrap(), device.create().unwrap()];
         host.append(&[(on_host, tokens)], &[(view(&keys), view(&values)); 2]).unwrap();
-        let rows = |x, tokens, heads| Rows::new(&stream, x, [tokens, heads, dim]);
+        let gpu = cuda.gpu().on(&stream);
+        let rows = |x: &[f32], tokens, heads| Rows::new(&gpu, x, [tokens, heads, dim]);
         let (keys, values) = (rows(&keys, tokens, heads), rows(&values, tokens, heads));
         let layer = || (keys.view(), values.view());
         device.append(&[(on_device, tokens)], &[layer(), layer()]).unwrap();
@@ -536,11 +527,11 @@ fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
         Runner::new().run(&problem, &host.inputs(1, q_view, &tables).unwrap(), &mut outputs).unwrap();
 
         let (q, mut out) = (rows(&q, 5, 6), rows(&vec![f32::NAN; want.len()], 5, 6));
-        let (k_pages, v_pages) = device.store().kv(1).unwrap();
-        let inputs = DeviceInputs::new(q.view(), k_pages, v_pages);
+        let [k_pages, v_pages] = device.store().kv(1);
+        let inputs = GpuInputs::new(q.view(), k_pages, v_pages);
         let tables = device.tables(&[on_device]).unwrap();
-        let mut outputs = DeviceOutputs::new(out.view_mut());
-        Session::new(&cuda, &stream).run_paged(&problem, &inputs, &tables, &mut outputs).unwrap();
+        let mut outputs = GpuOutputs::new(out.view_mut());
+        cuda.session(&stream).run_paged(&problem, &inputs, &tables, &mut outputs).unwrap();
         let got = out.read();
         let square = |x: f64| x * x;
         let error: f64 = got.iter().zip(&want).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
@@ -557,5 +548,5 @@ fn caches_that_no_kernel_serves_are_refused() {
     let stream = cuda.context().new_stream().unwrap();
     let none = cache_desc(CacheLayout::Paged { pages: 0, page_size: 7 }, (Codec::F32, 8), (Codec::F32, 8));
     let refusal = cuda.kv_cache(none, &stream).unwrap_err();
-    assert!(matches!(refusal, CudaError::KvCache(CacheError::Dimension { .. })), "{refusal}");
+    assert!(matches!(refusal, StoreError::Cache(CacheError::Dimension { .. })), "{refusal}");
 }

@@ -194,7 +194,7 @@ fn portable_plans_fit_every_device() {
             }
             let shared = launches.instances()[0].shared_bytes();
             assert_eq!(launches.instances()[0].threads().most() as usize, tile.threads(), "{}", at());
-            let (resident, registers) = (tile.resident(), plan.registers(&problem, &facts));
+            let (resident, registers) = (tile.resident(), plan.registers(&facts));
             assert!((shared + facts.reserved_shared) * resident <= facts.shared_per_core, "{}", at());
             assert!(tile.threads() * resident <= 32 * facts.simds_per_core, "{}", at());
             assert!((1..=facts.registers_per_thread).contains(&registers), "{}", at());

@@ -5,7 +5,7 @@ use flashtile::cuda::{Cuda, CudaError};
 use flashtile::plan::{PortableTile, machines};
 use flashtile::{Codec, CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
 use flashtile_testkit::{
-    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
+    Case, CudaRunner, DevicePlacement, Failure, Guarded, GuardedRun, Keep, Prepared, Rng, Runner, catalogue,
     conformance, quantized, random_case,
 };
 
@@ -184,11 +184,11 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();
-    let mut run = DeviceRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
     run.seconds().unwrap();
     run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
     run.seconds().unwrap();
-    let bits = |run: &DeviceRun| {
+    let bits = |run: &GuardedRun| {
         let mut got = out.clone();
         run.read(&mut Outputs::new(got.view_mut())).unwrap();
         got.bits()

@@ -10,9 +10,10 @@ use flashtile_core::problem::{Dims, HeadShape, Problem, ProblemDesc, SeqLens};
 use flashtile_core::reference;
 use flashtile_core::tensor::{TensorView, TensorViewMut, dense};
 use flashtile_gpu::codecs::format_id;
+use flashtile_gpu::engine::{Engine, PortableEngine};
 use flashtile_gpu::session::Session;
 use flashtile_gpu::tile::{PortableTile, Tiling};
-use flashtile_gpu::upload::{Results, Uploaded};
+use flashtile_gpu::uploaded_run::UploadedRun;
 use flashtile_kernel::HostAccess;
 use flashtile_kernel::source::Shape;
 use std::ops::Range;
@@ -36,11 +37,7 @@ pub(super) struct Work {
 
 /// The same on a device.
 pub(super) struct Placed<D: HostAccess> {
-    session: Session<D>,
-    desc: ProblemDesc,
-    inputs: Uploaded<D::Memory>,
-    results: Results<D::Memory>,
-    tables: Option<BlockTables>,
+    run: UploadedRun<PortableEngine<D>>,
 }
 
 impl Work {
@@ -58,34 +55,24 @@ impl Work {
         let view = TensorViewMut::from_bytes(dtype, &mut out, shape, dense(shape)).map_err(message)?;
         let mut outputs = Outputs::new(view);
         outputs.lse = Some(&mut lse);
-        let (uploaded, results) = (Uploaded::new(&device, &inputs), Results::new(&device, &outputs));
-        let session = Session::with_tiling(device, self.tiling);
-        Ok(Placed {
-            session: match find {
-                Some(find) => session.with_native(find, |_| "no native code of the shape".to_owned()),
-                None => session,
-            },
-            desc: self.problem.desc().clone(),
-            inputs: uploaded.map_err(message)?,
-            results: results.map_err(message)?,
-            tables: self.tables.clone(),
-        })
+        let engine = PortableEngine::with_tiling(self.tiling);
+        let engine = match find {
+            Some(find) => engine.with_native(find, |_| "no native code of the shape".to_owned()),
+            None => engine,
+        };
+        let plan = engine.plan(&self.problem).map_err(message)?;
+        let run = UploadedRun::new(Session::new(device, engine), plan, &inputs, &outputs);
+        Ok(Placed { run: run.map_err(message)? })
     }
 }
 
 impl<D: HostAccess> Placed<D> {
     pub(super) fn launch(&mut self) -> Result<(), String> {
-        let Self { session, desc, inputs, results, tables } = self;
-        let (inputs, mut outputs) = (inputs.inputs(), results.outputs());
-        let run = match tables {
-            Some(tables) => session.run_paged(desc, &inputs, tables, &mut outputs),
-            None => session.run(desc, &inputs, &mut outputs),
-        };
-        run.map_err(message)
+        self.run.launch().map_err(message)
     }
 
     pub(super) fn answer(&self) -> Result<Vec<f64>, String> {
-        values(self.session.device(), self.results.memories().0)
+        values(self.run.device(), self.run.results().memories().0)
     }
 }
 

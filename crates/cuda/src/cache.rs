@@ -1,11 +1,11 @@
 //! KV caches in device memory.
 
-use super::cudarc::driver::CudaStream;
 use super::device::Cuda;
 use super::error::DeviceError;
 use flashtile_core::cache::{CacheDesc, KvCache};
 use flashtile_gpu::cache::{GpuStore, StoreError};
 use flashtile_kernel::cuda::Gpu;
+use flashtile_kernel::cuda::cudarc::driver::CudaStream;
 use std::sync::Arc;
 
 /// A KV cache in device memory, made by [`Cuda::kv_cache`]: the operations of [`KvCache`], in every layout and codec.

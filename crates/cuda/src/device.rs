@@ -1,11 +1,11 @@
 //! A device and the kernels compiled for it.
 
-use super::cudarc::driver::{CudaContext, sys};
 use super::error::CudaError;
 use super::sources::Source;
 use crate::plan::{CudaFacts, CudaPlan, WGMMA_CAPABILITY, WGMMA_COMPILER};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
+use flashtile_kernel::cuda::cudarc::driver::{CudaContext, sys};
 use flashtile_kernel::cuda::{Function, Gpu};
 use std::collections::HashMap;
 use std::path::Path;

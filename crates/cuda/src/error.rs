@@ -1,6 +1,5 @@
 //! What can go wrong on a device.
 
-use super::cudarc::driver::DriverError;
 use flashtile_core::cache::CacheError;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::RunError;
@@ -11,6 +10,7 @@ use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::StoreError;
 use flashtile_kernel::LaunchError;
 pub use flashtile_kernel::cuda::Error as DeviceError;
+use flashtile_kernel::cuda::cudarc::driver::DriverError;
 
 /// Why the CUDA backend did not do what was asked.
 #[derive(Debug, Clone)]

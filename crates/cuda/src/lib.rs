@@ -56,6 +56,7 @@ mod wgmma;
 pub use cache::{CudaKvCache, CudaStore};
 pub use device::Cuda;
 pub use error::{CudaError, DeviceError};
+pub use flashtile_gpu::SessionError;
 pub use flashtile_gpu::array::GpuArray;
 pub use flashtile_gpu::cache::StoreError;
 pub use flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut};

@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use super::cudarc::driver::DevicePtr;
 use super::device::Cuda;
 use super::error::CudaError;
 use super::params::{ProductParams, ReadParams};
@@ -10,6 +9,7 @@ use super::sources::Source;
 use crate::plan::NATIVE_CAPABILITY;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Grid;
+use flashtile_kernel::cuda::cudarc::driver::DevicePtr;
 
 /// Bytes that a measurement of the bandwidth reads: several times any second-level cache.
 const READ_BYTES: usize = 1 << 30;

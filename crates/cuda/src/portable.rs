@@ -3,7 +3,9 @@
 #![allow(unsafe_code)]
 
 use crate::plan::Portable;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::Problem;
 use flashtile_gpu::launches::Strides;
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::run::Workspace;
@@ -31,6 +33,12 @@ pub(super) fn loads(portable: &Portable, aligned: usize, page_size: usize) -> Re
     let without_lse = launches.constants(&placed, false).pop();
     let all = launches.constants(&placed, true).into_iter().chain(without_lse);
     Ok(all.map(|(instance, constants)| (instance.clone(), constants)).collect())
+}
+
+/// The alignment that rows of keys and values have at least, in bytes: that of elements, or of the scales of codes.
+pub(super) fn least_alignment(problem: &Problem) -> usize {
+    let codecs = [problem.k_codec(), problem.v_codec()];
+    codecs.iter().map(|codec| codec.dtype().map_or(2, Dtype::bytes)).min().unwrap_or(2)
 }
 
 /// The regions of scratch memory at an address.

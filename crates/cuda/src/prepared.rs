@@ -92,7 +92,7 @@ impl Prepared {
         Ok(prepared)
     }
 
-    /// A plan in the memory of another one, where that is enough. Its runs are on the stream before those of the plan.
+    /// A plan in the memory of another one, whose runs are on the stream before, where that is enough.
     pub(super) fn after(
         cuda: &Cuda,
         gpu: &Gpu,

@@ -2,17 +2,16 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::portable::{Loads, USUAL_PAGE_SIZE, loads};
+use super::portable::{Loads, USUAL_PAGE_SIZE, least_alignment, loads};
 use super::sources::{Access, Source};
 use crate::plan::CudaPlan;
-use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Constant, Instance};
 use rayon::prelude::*;
 
 impl Cuda {
     /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
-    /// rows that start on 16 bytes, and those for any others; of portable kernels also those for pages of a multiple of 16 tokens, and
-    /// those for any others. Several are compiled at a time.
+    /// rows that start on 16 bytes, and those for any others; of portable kernels also those for rows on 8, 4 and 2 bytes, and for pages of a
+    /// multiple of 16 tokens and any others. Several are compiled at a time.
     ///
     /// # Errors
     /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
@@ -36,9 +35,7 @@ impl Cuda {
         let mut portables: Loads = Vec::new();
         for plan in plans {
             let Some(portable) = plan.portable() else { continue };
-            let codecs = [plan.problem().k_codec(), plan.problem().v_codec()];
-            // Scales of codes are aligned to 2 bytes at least.
-            let least = codecs.iter().map(|codec| codec.dtype().map_or(2, Dtype::bytes)).min().unwrap_or(2);
+            let least = least_alignment(plan.problem());
             let alignments = [16, 8, 4, 2].into_iter().filter(|aligned| *aligned >= least);
             for (aligned, page_size) in
                 alignments.flat_map(|aligned| [(aligned, USUAL_PAGE_SIZE), (aligned, 1)])

@@ -1,6 +1,5 @@
 //! Attention on a stream, with plans kept from call to call.
 
-use super::cudarc::driver::CudaStream;
 use super::device::Cuda;
 use super::error::CudaError;
 use super::prepared::Prepared;
@@ -10,6 +9,7 @@ use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
+use flashtile_kernel::cuda::cudarc::driver::CudaStream;
 use flashtile_kernel::cuda::{Gpu, Memory};
 use std::cell::Cell;
 use std::sync::Arc;

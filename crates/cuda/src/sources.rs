@@ -477,7 +477,7 @@ mod tests {
     }
 
     fn compile_portable_kernels(which: Devices) {
-        use crate::portable::{USUAL_PAGE_SIZE, loads};
+        use crate::portable::{USUAL_PAGE_SIZE, least_alignment, loads};
         use flashtile_kernel::cuda::Program;
         let Some(compiler) = compiler() else { return };
         let mut all = Vec::new();
@@ -547,14 +547,17 @@ mod tests {
                 }
                 let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
                 let portable = plan.portable().unwrap();
+                let aligned = match access {
+                    Access::Tma | Access::Vector => 16,
+                    Access::Element => least_alignment(plan.problem()),
+                };
                 let page_sizes = if portable.kernel.is_paged() { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
-                let all = page_sizes.iter().map(|&size| loads(&plan, portable, *access, size).unwrap());
+                let all = page_sizes.iter().map(|&size| loads(portable, aligned, size).unwrap());
                 for (n, (instance, constants)) in all.flat_map(|loads| loads.into_iter().enumerate()) {
                     let program = Program::of(&instance, &constants);
                     // Waves are counted in groups of the first kernel, of rows in vectors.
                     let counted = n == 0 && *access == Access::Vector;
-                    let most =
-                        if counted { portable.plan.registers(plan.problem(), &(&facts).into()) } else { 255 };
+                    let most = if counted { portable.plan.registers(&(&facts).into()) } else { 255 };
                     if !wanted.iter().any(|(at, other, _)| *at == target && *other == program) {
                         wanted.push((target.clone(), program, most));
                     }

@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, sys};
 use super::error::{CudaError, DeviceError};
+use flashtile_kernel::cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, sys};
 use std::sync::Arc;
 
 /// Bytes that are written before each measurement: more than the second-level cache of any device.

@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use crate::cudarc::driver::sys;
 use crate::device_struct::DeviceField;
 use flashtile_core::dtype::Dtype;
+use flashtile_kernel::cuda::cudarc::driver::sys;
 
 /// A map as the driver encodes it.
 #[derive(Debug, Clone, Copy, Default)]

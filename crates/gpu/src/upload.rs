@@ -56,22 +56,43 @@ struct Tables<M> {
     wraps: bool,
 }
 
-/// A mask, dense but for axes of 1, which are broadcast.
+/// A mask.
 #[derive(Debug)]
 struct Mask<M> {
     memory: M,
     kind: MaskKind,
     shape: [usize; 4],
+    strides: [usize; 4],
 }
 
-/// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over. An axis of
-/// a single index, whose stride may be anything, gets 0.
-fn packed(shape: [usize; 4], strides: [usize; 4]) -> ([usize; 4], usize) {
-    let strides: [usize; 4] = std::array::from_fn(|axis| if shape[axis] > 1 { strides[axis] } else { 0 });
-    let elements = shape.iter().product();
-    match reach(shape, strides) {
-        Ok(reach) if reach <= elements => ([strides[0], strides[1], strides[2], 1], reach),
-        _ => (dense(shape), elements),
+/// How copies lie in the memory of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Placement {
+    /// Pages of codes start at multiples of this many bytes; 1 places them one right after another.
+    pub page_align: usize,
+    /// Whether tensors and masks keep their own strides: gaps between elements are of NaN then. Otherwise tensors without gaps keep their
+    /// strides, and others become dense.
+    pub own_strides: bool,
+}
+
+impl Default for Placement {
+    fn default() -> Self {
+        Self { page_align: PAGE_ALIGN, own_strides: false }
+    }
+}
+
+impl Placement {
+    /// Strides of a copy, and the elements that it reaches over. An axis of a single index, whose stride may be anything, gets 0.
+    fn strides(self, shape: [usize; 4], strides: [usize; 4]) -> ([usize; 4], usize) {
+        let strides: [usize; 4] = std::array::from_fn(|axis| if shape[axis] > 1 { strides[axis] } else { 0 });
+        let elements = shape.iter().product();
+        match reach(shape, strides) {
+            Ok(reach) if self.own_strides || reach <= elements => {
+                ([strides[0], strides[1], strides[2], 1], reach)
+            }
+            _ => (dense(shape), elements),
+        }
     }
 }
 
@@ -83,7 +104,7 @@ fn start([b, h, row]: [usize; 3], strides: [usize; 4]) -> usize {
 /// The bytes of a copy of a tensor, with these strides, that reaches over `reach` elements.
 fn bytes_of(view: &TensorView<'_>, (strides, reach): ([usize; 4], usize)) -> Vec<u8> {
     let size = view.dtype().bytes();
-    let mut bytes = vec![0u8; reach * size];
+    let mut bytes = vec![0xFF; reach * size];
     for row in rows(view.shape()) {
         let from = view.row_bytes(row);
         bytes[start(row, strides) * size..][..from.len()].copy_from_slice(from);
@@ -106,12 +127,12 @@ impl<M> Kv<M> {
     fn new<D: HostAccess<Memory = M>>(
         device: &D,
         view: &KvView<'_>,
-        page_align: usize,
+        placement: Placement,
     ) -> Result<Self, D::Error> {
         let (codec, shape) = (view.codec(), view.shape());
         let (bytes, strides, means) = match view {
             KvView::Elements(view) => {
-                let copied = packed(shape, view.strides());
+                let copied = placement.strides(shape, view.strides());
                 let [batch, head, row, _] = copied.0.map(|stride| stride * view.dtype().bytes());
                 (bytes_of(view, copied), [batch, head, row], None)
             }
@@ -119,7 +140,7 @@ impl<M> Kv<M> {
                 let [pages, heads, ..] = shape;
                 let places = || (0..pages).flat_map(|page| (0..heads).map(move |head| (page, head)));
                 let page = places().next().map_or(0, |(page, head)| codes.page(page, head).len());
-                let stride = page.next_multiple_of(page_align);
+                let stride = page.next_multiple_of(placement.page_align);
                 let mut bytes = vec![0u8; pages * heads * stride];
                 for ((page, head), to) in places().zip(bytes.chunks_exact_mut(stride.max(1))) {
                     let from = codes.page(page, head);
@@ -147,27 +168,36 @@ impl<M: DeviceMemory> Kv<M> {
 }
 
 impl<M> Mask<M> {
-    fn new<D: HostAccess<Memory = M>>(device: &D, mask: &MaskView<'_>) -> Result<Self, D::Error> {
-        let shape = mask.shape();
-        let keys = shape[3];
-        let mut bytes = Vec::new();
-        for ([b, h, row], key) in rows(shape).flat_map(|row| (0..keys).map(move |key| (row, key))) {
-            let bias = mask.bias([b, h, row, key]);
-            match mask.kind() {
-                MaskKind::Bool => bytes.push(u8::from(bias == 0.0)),
-                MaskKind::Additive(Dtype::F32) => bytes.extend(bias.to_ne_bytes()),
-                MaskKind::Additive(Dtype::F16) => bytes.extend(f16::from_f32(bias).to_ne_bytes()),
-                MaskKind::Additive(Dtype::BF16) => bytes.extend(bf16::from_f32(bias).to_ne_bytes()),
+    fn new<D: HostAccess<Memory = M>>(
+        device: &D,
+        mask: &MaskView<'_>,
+        placement: Placement,
+    ) -> Result<Self, D::Error> {
+        let (kind, shape) = (mask.kind(), mask.shape());
+        let strides = if placement.own_strides { mask.strides() } else { dense(shape) };
+        let mut bytes = vec![0xFF; reach(shape, strides).unwrap_or(0) * kind.bytes()];
+        for (row, key) in rows(shape).flat_map(|row| (0..shape[3]).map(move |key| (row, key))) {
+            let bias = mask.bias([row[0], row[1], row[2], key]);
+            let at = (start(row, strides) + key * strides[3]) * kind.bytes();
+            match kind {
+                MaskKind::Bool => bytes[at] = u8::from(bias == 0.0),
+                MaskKind::Additive(Dtype::F32) => bytes[at..at + 4].copy_from_slice(&bias.to_ne_bytes()),
+                MaskKind::Additive(Dtype::F16) => {
+                    bytes[at..at + 2].copy_from_slice(&f16::from_f32(bias).to_ne_bytes());
+                }
+                MaskKind::Additive(Dtype::BF16) => {
+                    bytes[at..at + 2].copy_from_slice(&bf16::from_f32(bias).to_ne_bytes());
+                }
             }
         }
-        Ok(Self { memory: filled(device, ScalarType::U8, &bytes)?, kind: mask.kind(), shape })
+        Ok(Self { memory: filled(device, ScalarType::U8, &bytes)?, kind, shape, strides })
     }
 }
 
 impl<M: DeviceMemory> Mask<M> {
     fn view(&self) -> GpuMask<'_, M> {
-        let Self { memory, kind, shape } = self;
-        GpuMask { bytes: memory.view(), kind: *kind, shape: *shape, strides: dense(*shape) }
+        let Self { memory, kind, shape, strides } = self;
+        GpuMask { bytes: memory.view(), kind: *kind, shape: *shape, strides: *strides }
     }
 }
 
@@ -177,26 +207,28 @@ impl<M: DeviceMemory> Uploaded<M> {
     /// # Errors
     /// What the device reports.
     pub fn new<D: HostAccess<Memory = M>>(device: &D, inputs: &Inputs<'_>) -> Result<Self, D::Error> {
-        Self::with_page_align(device, inputs, PAGE_ALIGN)
+        Self::placed(device, inputs, Placement::default())
     }
 
-    /// [`Uploaded::new`] with pages of codes that start at multiples of `page_align` bytes; 1 places them one right after another.
+    /// [`Uploaded::new`] with copies that lie as the caller says.
     ///
     /// # Errors
     /// As [`Uploaded::new`].
-    pub fn with_page_align<D: HostAccess<Memory = M>>(
+    pub fn placed<D: HostAccess<Memory = M>>(
         device: &D,
         inputs: &Inputs<'_>,
-        page_align: usize,
+        placement: Placement,
     ) -> Result<Self, D::Error> {
         let list = |of: Option<&[f32]>| of.map(|of| list(device, of)).transpose();
-        let mask = |of: &Option<MaskView<'_>>| of.as_ref().map(|mask| Mask::new(device, mask)).transpose();
-        let (q, copied) = (&inputs.q, packed(inputs.q.shape(), inputs.q.strides()));
+        let mask = |of: &Option<MaskView<'_>>| {
+            of.as_ref().map(|mask| Mask::new(device, mask, placement)).transpose()
+        };
+        let (q, copied) = (&inputs.q, placement.strides(inputs.q.shape(), inputs.q.strides()));
         let memory = filled(device, scalar_type(q.dtype()), &bytes_of(q, copied))?;
         Ok(Self {
             q: Elements { memory, shape: q.shape(), strides: copied.0 },
-            k: Kv::new(device, &inputs.k, page_align)?,
-            v: Kv::new(device, &inputs.v, page_align)?,
+            k: Kv::new(device, &inputs.k, placement)?,
+            v: Kv::new(device, &inputs.v, placement)?,
             tables: None,
             tree: mask(&inputs.tree)?,
             mask: mask(&inputs.mask)?,
@@ -205,7 +237,7 @@ impl<M: DeviceMemory> Uploaded<M> {
         })
     }
 
-    /// Copies block tables too, which are of the pages of these keys.
+    /// Copies block tables too, which are of the pages of these keys; over those before where they have the same size.
     ///
     /// # Errors
     /// What the device reports.
@@ -215,8 +247,14 @@ impl<M: DeviceMemory> Uploaded<M> {
         tables: &BlockTables,
     ) -> Result<(), D::Error> {
         let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
-        let memory = filled(device, ScalarType::U32, &bytes)?;
         let BlockTables { width, page_size, wraps, .. } = *tables;
+        let memory = match self.tables.take() {
+            Some(Tables { mut memory, .. }) if memory.view().len() == tables.table.len() => {
+                device.write(&mut memory, 0, &bytes)?;
+                memory
+            }
+            _ => filled(device, ScalarType::U32, &bytes)?,
+        };
         self.tables = Some(Tables { memory, width, page_size, wraps });
         Ok(())
     }
@@ -260,8 +298,20 @@ impl<M: DeviceMemory> Results<M> {
     /// # Errors
     /// What the device reports.
     pub fn new<D: HostAccess<Memory = M>>(device: &D, outputs: &Outputs<'_>) -> Result<Self, D::Error> {
+        Self::placed(device, outputs, Placement::default())
+    }
+
+    /// [`Results::new`] with an `out` that lies as the caller says; bytes of gaps are not written here.
+    ///
+    /// # Errors
+    /// As [`Results::new`].
+    pub fn placed<D: HostAccess<Memory = M>>(
+        device: &D,
+        outputs: &Outputs<'_>,
+        placement: Placement,
+    ) -> Result<Self, D::Error> {
         let (dtype, shape) = (outputs.out.dtype(), outputs.out.shape());
-        let (strides, len) = packed(shape, outputs.out.strides());
+        let (strides, len) = placement.strides(shape, outputs.out.strides());
         let lse = outputs.lse.as_ref().map(|lse| device.uninit(ScalarType::F32, lse.len()));
         Ok(Self {
             out: Elements { memory: device.uninit(scalar_type(dtype), len)?, shape, strides },
@@ -283,6 +333,17 @@ impl<M: DeviceMemory> Results<M> {
     #[must_use]
     pub const fn memories(&self) -> (&M, Option<&M>) {
         (&self.out.memory, self.lse.as_ref())
+    }
+
+    /// The bytes of `out`'s memory that are of no element, where it lies with gaps.
+    #[must_use]
+    pub fn gaps(&self) -> Vec<usize> {
+        let (Elements { memory, shape, strides }, size) = (&self.out, self.dtype.bytes());
+        let mut is_gap = vec![true; memory.view().len() * size];
+        for row in rows(*shape) {
+            is_gap[start(row, *strides) * size..][..shape[3] * size].fill(false);
+        }
+        is_gap.iter().enumerate().filter_map(|(at, gap)| gap.then_some(at)).collect()
     }
 
     /// Copies the results to outputs of the same dtype, shape and lists, of any strides, after the work has ended.

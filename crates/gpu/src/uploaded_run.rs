@@ -75,6 +75,12 @@ impl<E: Engine> UploadedRun<E> {
         self.download(outputs)
     }
 
+    /// The outputs on the device.
+    #[must_use]
+    pub const fn results(&self) -> &Results<MemoryOf<E>> {
+        &self.outputs
+    }
+
     /// The device of the runs.
     #[must_use]
     pub const fn device(&self) -> &E::Device {

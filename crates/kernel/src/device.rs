@@ -26,7 +26,7 @@ pub trait Device {
     /// What the device reports; the contract has been checked.
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
 
-    /// Sends launches to the device, where they are gathered before: those of one run are sent together.
+    /// Sends launches to the device, where they are gathered before. A session calls it once a run.
     fn submit(&self) {}
 
     /// The kernel and the threads that a threadgroup of it may have, where an error says that a launch has more than the compiled kernel

@@ -73,6 +73,7 @@ pub mod memory;
 #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
 pub mod metal;
 pub mod ops;
+pub mod prelude;
 mod print;
 mod region;
 pub mod scalar;
@@ -106,17 +107,6 @@ pub mod guide {}
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 mod readme {}
-
-/// What a module of kernels imports.
-pub mod prelude {
-    pub use crate::fragment::Fragment;
-    pub use crate::intrinsics::*;
-    pub use crate::matrix::*;
-    pub use crate::memory::{Buffer, Shared};
-    pub use crate::scalar::{Element, Number, Scalar};
-    pub use flashtile_kernel_macros::{constant, device, kernel, params};
-    pub use half::{bf16, f16};
-}
 
 /// The native code of an instance, given its own: generic code that is not named here is not compiled.
 #[doc(hidden)]

@@ -11,6 +11,8 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(any(feature = "cuda", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
+mod banded;
 #[cfg(feature = "gpu")]
 mod cache_twins;
 mod cases;
@@ -22,7 +24,7 @@ mod float_env;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 mod metal;
 mod mlx;
-#[cfg(any(feature = "simulator", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
+#[cfg(feature = "gpu")]
 mod padding;
 mod poison;
 mod random;
@@ -37,7 +39,7 @@ pub use cache_twins::CacheTwins;
 pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
 #[cfg(feature = "cuda")]
-pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
+pub use cuda::{CudaRunner, DevicePlacement, GuardedRun};
 pub use float_env::HostileFloats;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 pub use metal::{MetalPath, MetalRunner};

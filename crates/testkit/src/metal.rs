@@ -2,21 +2,19 @@
 
 #![allow(unsafe_code)]
 
-use super::padding::{held, padding};
+use super::banded::Banded;
 use super::run::{RunReport, Runner, RunnerError, accumulation_of_portable};
 use flashtile_core::inputs;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::Problem;
 use flashtile_gpu::tensors::GpuOutputs;
-use flashtile_gpu::upload::{Results, Uploaded};
-use flashtile_kernel::{Device, HostAccess, Launch, Limits, ScalarType};
+use flashtile_gpu::upload::{Placement, Results, Uploaded};
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue};
 use flashtile_metal::{
-    DeviceError, DispatchType, Gpu, Memory, Metal, MetalError, MetalPlan, Session, SessionError,
+    DeviceError, DispatchType, Encode, Memory, Metal, MetalError, MetalPlan, Session, SessionError,
 };
-use std::sync::{Mutex, PoisonError};
 
 /// Where the launches of a [`MetalRunner`] go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -74,87 +72,6 @@ impl MetalRunner {
     }
 }
 
-/// Bytes before and after a tensor.
-const BAND: usize = 256;
-
-/// A device whose memory lies between bands that nothing may touch.
-struct Banded {
-    gpu: Gpu,
-    aligned: bool,
-    bands: Mutex<Vec<Band>>,
-}
-
-/// A tensor's bytes in a buffer, and what surrounds them.
-struct Band {
-    buffer: Memory,
-    start: usize,
-    end: usize,
-}
-
-/// What bands hold: NaN in every dtype.
-const FILL: u8 = 0xFF;
-
-impl Banded {
-    /// The first byte outside of tensors that is not what it was.
-    fn touched(&self) -> Result<Option<usize>, DeviceError> {
-        for band in self.bands.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-            let mut bytes = vec![0u8; band.buffer.len()];
-            self.gpu.read(&band.buffer, 0, &mut bytes)?;
-            let outside = |at: &usize| *at < band.start || *at >= band.end;
-            if let Some(at) = (0..bytes.len()).filter(outside).find(|&at| bytes[at] != FILL) {
-                return Ok(Some(at));
-            }
-        }
-        Ok(None)
-    }
-}
-
-impl Device for Banded {
-    type Memory = Memory;
-    type Error = DeviceError;
-
-    fn limits(&self) -> Limits {
-        self.gpu.limits()
-    }
-
-    fn launch(&self, launch: Launch<'_, Memory>) -> Result<(), DeviceError> {
-        self.gpu.launch(launch)
-    }
-}
-
-impl HostAccess for Banded {
-    fn zeroed(&self, element: ScalarType, len: usize) -> Result<Memory, DeviceError> {
-        let mut memory = self.uninit(element, len)?;
-        self.write(&mut memory, 0, &vec![0; len * element.bytes()])?;
-        Ok(memory)
-    }
-
-    /// Elements of NaN.
-    fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, DeviceError> {
-        let (size, bytes) = (element.bytes(), len * element.bytes());
-        // Bytes are of elements or scales of up to four.
-        let start = match (self.aligned, size) {
-            (true, _) => BAND,
-            (false, 1) => BAND + 4,
-            (false, size) => BAND + size,
-        };
-        let buffer = self.gpu.buffer_from(&vec![FILL; start + bytes + BAND])?;
-        // SAFETY: nothing but runs, which follow each other, accesses the elements.
-        let memory = unsafe { self.gpu.borrow(buffer.buffer().clone(), start, element, len) }?;
-        let band = Band { buffer, start, end: start + bytes };
-        self.bands.lock().unwrap_or_else(PoisonError::into_inner).push(band);
-        Ok(memory)
-    }
-
-    fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.gpu.write(memory, at, bytes)
-    }
-
-    fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        self.gpu.read(memory, at, bytes)
-    }
-}
-
 impl Runner for MetalRunner {
     fn name(&self) -> String {
         let path = match self.path {
@@ -176,28 +93,15 @@ impl Runner for MetalRunner {
         inputs::check(problem, inputs, outputs).map_err(|why| error(why.to_string()))?;
         let plan = MetalPlan::new(problem, self.metal.facts(), self.options);
         let plan = plan.map_err(|why| RunnerError::Unsupported(why.to_string()))?;
-        let gpu = self.metal.gpu();
-        let device = Banded { gpu: gpu.clone(), aligned: self.aligned, bands: Mutex::default() };
-        let page_align = if self.aligned { BAND } else { 1 };
-        let mut uploaded = Uploaded::with_page_align(&device, inputs, page_align).map_err(of_device)?;
+        let device = Banded::new(self.metal.gpu().clone(), inputs, !self.aligned, false);
+        let page_align = if self.aligned { 256 } else { 1 };
+        let placement = Placement { page_align, ..Placement::default() };
+        let mut uploaded = Uploaded::placed(&device, inputs, placement).map_err(of_device)?;
         let mut results = Results::new(&device, outputs).map_err(of_device)?;
-        let (strides, held) =
-            ([uploaded.inputs().k.strides, uploaded.inputs().v.strides], held(problem, inputs));
-        for ((memory, strides), view) in
-            uploaded.kv_mut().into_iter().zip(strides).zip([&inputs.k, &inputs.v])
-        {
-            let mut bytes = vec![0u8; memory.len()];
-            device.read(memory, 0, &mut bytes).map_err(of_device)?;
-            padding(view, strides, &held).into_iter().for_each(|unused| bytes[unused].fill(FILL));
-            device.write(memory, 0, &bytes).map_err(of_device)?;
-        }
+        device.poison_padding(problem, inputs, &mut uploaded).map_err(of_device)?;
         let mut session = self.metal.session_with(self.options);
         let launched = self.launch(&mut session, |session| {
-            let (mut inputs_there, mut outputs) = (uploaded.inputs(), results.outputs());
-            // Addresses are as odd as the bands are.
-            for kv in [&mut inputs_there.k, &mut inputs_there.v] {
-                kv.aligned = kv.aligned.min(1 << (kv.bytes.memory().offset() | 16).trailing_zeros());
-            }
+            let (inputs_there, mut outputs) = (uploaded.inputs(), results.outputs());
             let outputs: &mut GpuOutputs<'_, Memory> = &mut outputs;
             match inputs.tables {
                 Some(tables) => session.run_paged(problem.desc(), &inputs_there, tables, outputs),

@@ -6,10 +6,11 @@ use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::simulator::{DECODE_TILE, PREFILL_TILE, find, no_native};
 use flashtile_gpu::tile::Tiling;
-use flashtile_gpu::upload::{Results, Uploaded};
+use flashtile_gpu::upload::{Placement, Results, Uploaded};
 use flashtile_kernel::simulator::{Fault, Memory, Simulator};
 use flashtile_kernel::{Device, HostAccess, Instance, Launch, Limits, ScalarType, bf16, f16};
 
@@ -198,7 +199,8 @@ impl SimulatorRunner {
             }
             other => RunnerError::Error(other.to_string()),
         };
-        let mut uploaded = Uploaded::with_page_align(&device, inputs, self.page_align).map_err(error)?;
+        let placement = Placement { page_align: self.page_align, ..Placement::default() };
+        let mut uploaded = Uploaded::placed(&device, inputs, placement).map_err(error)?;
         let mut results = Results::new(&device, outputs).map_err(error)?;
         let strides = [uploaded.inputs().k.strides, uploaded.inputs().v.strides];
         let held = held(problem, inputs);
@@ -207,8 +209,8 @@ impl SimulatorRunner {
         {
             padding(view, strides, &held).into_iter().for_each(|bytes| memory.poison(bytes));
         }
-        let mut session =
-            Session::with_tiling(OnMemory(device.0), self.tiling).with_native(self.find, no_native);
+        let engine = PortableEngine::with_tiling(self.tiling).with_native(self.find, no_native);
+        let mut session = Session::new(OnMemory(device.0), engine);
         let entry = session.plan(problem.desc()).map_err(failed)?.launches().entry();
         let (uploaded, mut given) = (uploaded.inputs(), results.outputs());
         match inputs.tables {

@@ -15,6 +15,7 @@ mod exchange;
 mod host;
 
 pub(crate) use block::{Axes, Block};
+pub(crate) use device::{DeviceList, DeviceMask, OnDevice};
 
 use block::{ArrayInterface, Refusal};
 use dlpack::Managed;

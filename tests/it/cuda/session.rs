@@ -1,19 +1,18 @@
 //! Sessions and tensors that own their memory, on the device.
 
 use crate::support::{answer, build, cuda};
-use flashtile::cuda::{CudaError, DeviceArray, DeviceInputs, DeviceKvCache, DeviceOutputs, Session};
+use flashtile::cuda::{CudaKvCache, GpuArray, GpuInputs, GpuOutputs, SessionError, TimedRun};
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::{
     CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HeadShape, Outputs, OwnedTensor, PlanOptions,
-    ProblemDesc, QOffset, SeqLens, TensorView, TensorViewMut, Visibility, reference,
+    ProblemDesc, SeqLens, TensorView, TensorViewMut, Visibility, reference,
 };
-use flashtile_testkit::{Case, CudaRunner, Guarded, GuardedList, Keep, Rng, catalogue, quantized};
+use flashtile_testkit::{CudaRunner, Guarded, GuardedList, Rng, catalogue, quantized};
 
 /// Every feature: masks, slopes, sinks, tables, codes, and tensors of several layouts.
 #[test]
-fn uploaded_tensors_have_the_answer_of_copied_ones() {
+fn uploaded_tensors_have_the_answer_of_guarded_ones() {
     let Some(cuda) = cuda() else { return };
-    let stream = cuda.context().new_stream().unwrap();
     let runner = CudaRunner::new(cuda.clone());
     let cases = catalogue().into_iter().step_by(29).chain(quantized().into_iter().step_by(13));
     let mut computed = 0;
@@ -24,12 +23,10 @@ fn uploaded_tensors_have_the_answer_of_copied_ones() {
         let mut lse = GuardedList::placed(dims.lse_shape().iter().product(), built.placement);
         let mut outputs = Outputs::new(out.view_mut());
         outputs.lse = Some(lse.slice_mut());
-        let mut prepared = cuda.prepare(&plan, &stream).unwrap();
-        let mut tensors = prepared.upload(&built.inputs(), &outputs).unwrap();
+        let mut run = TimedRun::new(&cuda, &plan, &built.inputs(), &outputs).unwrap();
         // Twice, since runs share scratch memory.
-        tensors.run(&mut prepared).unwrap();
-        tensors.run(&mut prepared).unwrap();
-        tensors.download(&mut outputs).unwrap();
+        run.launch().unwrap();
+        run.compute(&mut outputs).unwrap();
         assert_eq!((out.touched(), lse.touched()), (None, None), "{plan}");
         let want = answer(&built, &runner);
         let close = |got: &[f32], want: &[f32]| {
@@ -44,46 +41,23 @@ fn uploaded_tensors_have_the_answer_of_copied_ones() {
 }
 
 #[test]
-fn uploaded_tables_serve_the_next_step_or_are_refused() {
-    let Some(cuda) = cuda() else { return };
-    let stream = cuda.context().new_stream().unwrap();
-    let case = |len: usize| {
-        Case::new("tables", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
-            .cached(&[(1, len)], 64, Keep::All)
-            .causal(QOffset::BottomRight)
-    };
-    let (built, shorter, longer) = (build(&case(150)), build(&case(140)), build(&case(1000)));
-    let plan = |of: &flashtile_testkit::CaseData| cuda.plan(&of.problem, PlanOptions::default()).unwrap();
-    let mut out = Guarded::new(Dtype::F16, built.problem.dims().out_shape(), built.layout);
-    let outputs = Outputs::new(out.view_mut());
-    let mut prepared = cuda.prepare(&plan(&built), &stream).unwrap();
-    let mut tensors = prepared.upload(&built.inputs(), &outputs).unwrap();
-    tensors.run(&mut prepared).unwrap();
-    // The tables say that they are of another length.
-    for other in [&shorter, &longer] {
-        let mut prepared = cuda.prepare(&plan(other), &stream).unwrap();
-        let refusal = tensors.run(&mut prepared).unwrap_err();
-        assert!(matches!(refusal, CudaError::Inputs(_)), "{refusal}");
-    }
-}
-
-#[test]
 fn an_array_is_refilled_in_place() {
     let Some(cuda) = cuda() else { return };
     let stream = cuda.context().new_stream().unwrap();
     let numbers = |first: u16| (first..first + 24).map(f32::from).collect::<Vec<_>>();
     let (first, second) = (numbers(0), numbers(100));
     let shape = [1, 2, 3, 4];
-    let mut array = DeviceArray::upload(&stream, &TensorView::bhsd(&first, shape).unwrap()).unwrap();
+    let gpu = cuda.gpu().on(&stream);
+    let mut array = GpuArray::upload(&gpu, &TensorView::bhsd(&first, shape).unwrap()).unwrap();
     // Rows of all heads lie together.
-    array.refill(&TensorView::bshd(&second, [1, 3, 2, 4]).unwrap()).unwrap();
+    array.refill(&gpu, &TensorView::bshd(&second, [1, 3, 2, 4]).unwrap()).unwrap();
     let mut got = OwnedTensor::zeros(Dtype::F32, shape).unwrap();
-    array.download(&mut got.view_mut()).unwrap();
+    array.download(&gpu, &mut got.view_mut()).unwrap();
     for (h, row, i) in (0..2).flat_map(|h| (0..3).flat_map(move |row| (0..4).map(move |i| (h, row, i)))) {
         assert_eq!(got.view().get([0, h, row, i]), second[row * 8 + h * 4 + i]);
     }
     let other = TensorView::bhsd(&second, [1, 3, 2, 4]).unwrap();
-    assert!(matches!(array.refill(&other), Err(CudaError::Array { .. })));
+    assert!(matches!(array.refill(&gpu, &other), Err(SessionError::Array { .. })));
 }
 
 /// Steps of two sequences, over native kernels and portable ones, each against the oracle.
@@ -97,10 +71,10 @@ fn a_session_takes_steps_of_decoding() {
         let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 };
         let mut desc = CacheDesc::new(layout, shape, codec);
         desc.v = codec;
-        let mut device: DeviceKvCache = cuda.kv_cache(desc, &stream).unwrap();
+        let mut device: CudaKvCache = cuda.kv_cache(desc, &stream).unwrap();
         let mut host = flashtile::KvCache::new(desc).unwrap();
         let [a, b] = [(); 2].map(|()| (host.create().unwrap(), device.create().unwrap()));
-        let mut session = Session::new(&cuda, &stream);
+        let (mut session, gpu) = (cuda.session(&stream), cuda.gpu().on(&stream));
         let mut rng = Rng::new(7);
         for step in 0..40 {
             let tokens = if step == 0 { [300, 20] } else { [1, 1] };
@@ -113,7 +87,7 @@ fn a_session_takes_steps_of_decoding() {
             };
             let (q, k, v) = (rows(8), rows(2), rows(2));
             host.append(&[(a.0, tokens[0]), (b.0, tokens[1])], &[(k.view(), v.view())]).unwrap();
-            let upload = |of: &OwnedTensor| DeviceArray::upload(&stream, &of.view()).unwrap();
+            let upload = |of: &OwnedTensor| GpuArray::upload(&gpu, &of.view()).unwrap();
             let (k, v) = (upload(&k), upload(&v));
             device.append(&[(a.1, tokens[0]), (b.1, tokens[1])], &[(k.view(), v.view())]).unwrap();
             let lens = [(a.0, tokens[0]), (b.0, tokens[1])]
@@ -123,17 +97,17 @@ fn a_session_takes_steps_of_decoding() {
             (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
 
             let on_device = upload(&q);
-            let mut out = DeviceArray::zeros(&stream, dtype, [1, 8, count, 64]).unwrap();
-            let (k, v) = device.store().kv(0).unwrap();
-            let inputs = DeviceInputs::new(on_device.view(), k, v);
+            let mut out = GpuArray::zeros(&gpu, dtype, [1, 8, count, 64]).unwrap();
+            let [k, v] = device.store().kv(0);
+            let inputs = GpuInputs::new(on_device.view(), k, v);
             let tables = device.tables(&[a.1, b.1]).unwrap();
             // Two layers of a model.
             for _ in 0..2 {
-                let mut outputs = DeviceOutputs::new(out.view_mut());
+                let mut outputs = GpuOutputs::new(out.view_mut());
                 session.run_paged(&desc, &inputs, &tables, &mut outputs).unwrap();
             }
             let mut got = OwnedTensor::zeros(dtype, [1, 8, count, 64]).unwrap();
-            out.download(&mut got.view_mut()).unwrap();
+            out.download(&gpu, &mut got.view_mut()).unwrap();
             let tables = host.tables(&[a.0, b.0]).unwrap();
             let inputs = host.inputs(0, q.view(), &tables).unwrap();
             let want = reference::attention(&desc.validate().unwrap(), &inputs).unwrap();

@@ -5,6 +5,7 @@ use flashtile::{
     Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc, QOffset, TensorView, TensorViewMut,
     Visibility,
 };
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::facts::GpuFacts;
 use flashtile_gpu::machines::{M1, M3_MAX, M5};
 use flashtile_gpu::plan::Plan;
@@ -86,7 +87,8 @@ fn numbers(len: usize) -> Vec<f16> {
 /// Counts of f16 attention over one key/value head, with a tile.
 fn count(desc: &ProblemDesc, tiling: impl Into<Tiling>) -> Counts {
     let device = Counting { simulator: Simulator::new().stack_bytes(1 << 20), first: Mutex::default() };
-    let mut session = Session::with_tiling(device, tiling).with_native(natives::find, no_native);
+    let mut session =
+        Session::new(device, PortableEngine::with_tiling(tiling).with_native(natives::find, no_native));
     let (dims, len) = (desc.dims, |shape: [usize; 4]| shape.into_iter().product());
     let (q, k, v) =
         (numbers(len(dims.q_shape())), numbers(len(dims.k_shape())), numbers(len(dims.v_shape())));

@@ -6,6 +6,7 @@ use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens, Visibility};
 use flashtile_gpu::cache::{GpuRows, GpuStore};
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::machines;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut};
@@ -138,7 +139,7 @@ fn a_step_of_decoding_takes_no_memory_and_does_not_wait() {
     desc.v = Codec::BF16;
     let recorder = Recorder::default();
     let mut cache = KvCache::with_store(GpuStore::new(&recorder, &desc).unwrap()).unwrap();
-    let mut session = Session::new(&recorder, machines::M5);
+    let mut session = Session::new(&recorder, PortableEngine::new(machines::M5));
     let sequences = [cache.create().unwrap(), cache.create().unwrap()];
     let x = memory(ScalarType::Bf16, 600 * 8 * 64);
     let mut out = memory(ScalarType::Bf16, 600 * 8 * 64);
@@ -187,7 +188,7 @@ fn a_call_of_the_same_description_only_launches() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len: 5000 }; 3]);
     let recorder = Recorder::default();
-    let mut session = Session::new(&recorder, machines::M5);
+    let mut session = Session::new(&recorder, PortableEngine::new(machines::M5));
     let splits = session.plan(&desc).unwrap().splits() as u32;
     let codes = CacheDesc::new(
         CacheLayout::Contiguous { slots: 3, capacity: 5000 },
@@ -227,7 +228,7 @@ fn descriptions_in_turns_keep_their_plans() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = |kv_len| ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len }]);
     let recorder = Recorder::default();
-    let mut session = Session::new(&recorder, machines::M5);
+    let mut session = Session::new(&recorder, PortableEngine::new(machines::M5));
     for len in 480..540 {
         for _layer in 0..3 {
             session.plan(&desc(len)).unwrap();
