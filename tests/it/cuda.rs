@@ -296,9 +296,9 @@ fn blocks_of_threads_take_work_tiles_from_a_queue() {
         let want = answer(&built, &runner).out.bits();
         // Every run begins with the whole queue again.
         let mut out = Guarded::new(case.desc.dtype, built.problem.dims().out_shape(), built.layout);
-        let mut outputs = Outputs::new(out.view_mut());
+        let outputs = Outputs::new(out.view_mut());
         let mut run =
-            GuardedRun::new(&cuda, &plan, &built.inputs(), &mut outputs, DevicePlacement::default()).unwrap();
+            GuardedRun::new(&cuda, &plan, &built.inputs(), &outputs, DevicePlacement::default()).unwrap();
         for _ in 0..3 {
             run.compute(&mut Outputs::new(out.view_mut())).unwrap();
             assert!(out.bits() == want, "{}", case.name);
@@ -352,12 +352,12 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     // All sequences in one page each, so that pools and tables have equal sizes.
     let (first, second) = (build(&case(&[900, 20, 4000, 1])), build(&case(&[3000, 1500, 7, 4096])));
     let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
-    let mut outputs = Outputs::new(out.view_mut());
+    let outputs = Outputs::new(out.view_mut());
     // The pools of the longer sequences; the first plan sees fewer of their keys.
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();
-    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &outputs, placement).unwrap();
     run.seconds().unwrap();
     run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
     run.seconds().unwrap();
@@ -398,8 +398,8 @@ fn refusals_say_what_is_wrong() {
     let other = build(&Case::new("other", [1, 2, 2, 5, 8, 64, 64], Dtype::F32));
     let plan = cuda.plan(&built.problem, PlanOptions::default()).unwrap();
     let mut out = Guarded::new(Dtype::F32, built.problem.dims().out_shape(), built.layout);
-    let mut outputs = Outputs::new(out.view_mut());
-    let refusal = GuardedRun::new(&cuda, &plan, &other.inputs(), &mut outputs, DevicePlacement::default());
+    let outputs = Outputs::new(out.view_mut());
+    let refusal = GuardedRun::new(&cuda, &plan, &other.inputs(), &outputs, DevicePlacement::default());
     assert!(matches!(refusal.unwrap_err(), CudaError::Inputs(_)));
     // A plan for a device with more shared memory than this one has.
     let wide = build(&Case::new("wide", [1, 2, 2, 200, 900, 512, 512], Dtype::F32));

@@ -179,12 +179,12 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     };
     let (first, second) = (build(&steps(&[900, 20, 4000, 1])), build(&steps(&[3000, 1500, 7, 4096])));
     let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
-    let mut outputs = Outputs::new(out.view_mut());
+    let outputs = Outputs::new(out.view_mut());
     // The pools of the longer sequences; the first plan sees fewer of their keys.
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();
-    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    let mut run = GuardedRun::new(&cuda, &plan(&first), &inputs, &outputs, placement).unwrap();
     run.seconds().unwrap();
     run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
     run.seconds().unwrap();
