@@ -246,6 +246,20 @@ pub fn masked(
     select(seen, result, f32::NEG_INFINITY)
 }
 
+/// A scaled product with softcap and ALiBi, in units of log2: the score of a row and a key that it sees, without the bias of a mask.
+#[device]
+#[inline(always)]
+pub fn biased(product: f32, key: i32, row: RowBound, params: &Attend, scoring: Scoring) -> f32 {
+    let mut score = product;
+    if scoring.has.softcap {
+        score = params.cap * score.tanh();
+    }
+    if scoring.has.alibi {
+        score -= row.slope * row.position.abs_diff(key) as f32;
+    }
+    score
+}
+
 /// Applies softcap, ALiBi and masks to the scores of 16 keys from key `first` on.
 #[device]
 #[inline(always)]
@@ -262,14 +276,7 @@ pub fn mask_and_bias<const T: usize>(
         let key = first + 8 * h as i32 + matrix_row() as i32;
         for t in 0..T {
             for n in 0..2usize {
-                let mut score = scores[t][h][n];
-                if scoring.has.softcap {
-                    score = params.cap * score.tanh();
-                }
-                if scoring.has.alibi {
-                    score -= rows[t][n].slope * rows[t][n].position.abs_diff(key) as f32;
-                }
-                result[t][h][n] = score;
+                result[t][h][n] = biased(scores[t][h][n], key, rows[t][n], params, scoring);
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::kernels::attend::Attend;
 use crate::kernels::formats::{has_half_norms, is_codes, is_mlx};
 use crate::kernels::query::RowBound;
 use crate::kernels::tile::{
-    Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, log2_near, masked, shrink_of, weighed,
+    Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, biased, log2_near, masked, shrink_of, weighed,
 };
 use flashtile_kernel::prelude::*;
 
@@ -178,13 +178,8 @@ fn scores_of<const M: usize, const F: usize>(
             for n in 0..2usize {
                 let key = first + (8 * j + n) as i32 + 2 * matrix_pair() as i32;
                 for h in 0..2usize {
-                    let mut score = products[m][j][h][n] * terms.scale[m][h] + terms.bias[m][h];
-                    if scoring.has.softcap {
-                        score = params.cap * score.tanh();
-                    }
-                    if scoring.has.alibi {
-                        score -= terms.rows[m][h].slope * terms.rows[m][h].position.abs_diff(key) as f32;
-                    }
+                    let product = products[m][j][h][n] * terms.scale[m][h] + terms.bias[m][h];
+                    let mut score = biased(product, key, terms.rows[m][h], params, scoring);
                     if scoring.partial {
                         score = masked(score, key, terms.rows[m][h], memory, params, scoring);
                     }
