@@ -38,7 +38,7 @@ impl std::fmt::Display for BackendKind {
     }
 }
 
-/// What a planner knows about a device of any backend.
+/// The facts that a planner knows about a device of any backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AnyFacts {
@@ -315,7 +315,7 @@ impl AnyPlan {
     }
 }
 
-/// What the plan inside says.
+/// An [`AnyPlan`] has the serialised form of the plan inside.
 #[cfg(feature = "serde")]
 impl serde::Serialize for AnyPlan {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

@@ -42,7 +42,7 @@ impl SequencesRef<'_> {
         }
     }
 
-    /// Whether [`SequencesRef::to_sequences`] gives these, without making them.
+    /// Returns true if [`SequencesRef::to_sequences`] would return `sequences`, without allocating.
     fn are(self, sequences: &Sequences) -> bool {
         match (self, sequences) {
             (Self::Dense, Sequences::Dense) => true,
@@ -200,7 +200,8 @@ impl<'a> Attention<'a> {
         desc.mask = self.mask.map(|mask| mask.kind());
     }
 
-    /// Whether [`Attention::desc`] gives this description, without making lists of its sequences. `of` is what the tensors say.
+    /// Returns true if [`Attention::desc`] would return `desc`, without copying the lists of its sequences.
+    /// `of` is the description of the tensors alone.
     pub(crate) fn describes(&self, desc: &ProblemDesc, of: &ProblemDesc) -> bool {
         desc.eq_but_sequences(of) && self.sequences.are(&desc.sequences)
     }

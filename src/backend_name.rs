@@ -63,7 +63,7 @@ pub enum BackendNameError {
         /// The text.
         name: String,
     },
-    /// What follows `cuda:` is not the number of a device.
+    /// The text after `cuda:` is not the number of a device.
     Device {
         /// The text.
         name: String,

@@ -1,4 +1,4 @@
-//! Which backend computes a problem, as a pure function of facts.
+//! The choice of the backend that computes a problem, as a pure function of facts.
 //!
 //! A device is chosen where it is present, has a plan, and its estimated time is below the processor's, start and copies
 //! included.
@@ -14,7 +14,8 @@ use flashtile_cuda::plan::{CudaFacts, CudaPlan};
 #[cfg(feature = "metal")]
 use flashtile_metal::{MetalFacts, MetalPlan};
 
-/// What a choice knows about a machine, which may be absent: a processor, and what [`Machine::with_cuda`] and [`Machine::with_metal`] add.
+/// The facts of a machine, which may be absent: a processor, and the devices of [`Machine::with_cuda`] and
+/// [`Machine::with_metal`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Machine {
@@ -33,13 +34,13 @@ impl Machine {
         Self { cpu, cuda: CudaPresence::NotBuilt, metal: MetalPresence::OtherSystem }
     }
 
-    /// The same machine with a CUDA device, or the reason why it has none.
+    /// Sets the CUDA device of the machine, or the reason why it has none.
     #[must_use]
     pub fn with_cuda(self, cuda: CudaPresence) -> Self {
         Self { cuda, ..self }
     }
 
-    /// The same machine with a Metal device, or the reason why it has none.
+    /// Sets the Metal device of the machine, or the reason why it has none.
     #[must_use]
     pub fn with_metal(self, metal: MetalPresence) -> Self {
         Self { metal, ..self }

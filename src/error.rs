@@ -12,7 +12,7 @@ use flashtile_core::tensor::ViewError;
 use flashtile_cpu::merge::MergeError;
 use flashtile_cpu::workspace::WorkspaceError;
 
-/// What `flashtile` returns where only the error is interesting.
+/// The result of functions that can fail only with an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Any reason for which flashtile refuses to compute. The errors of views, descriptions, plans, runs, caches, codecs and merging
@@ -47,18 +47,18 @@ pub enum Error {
     },
     /// A text names no backend.
     BackendName(BackendNameError),
-    /// The build lacks the cargo feature of what was asked for.
+    /// The build lacks the cargo feature of the requested backend.
     Feature {
-        /// What was asked for.
+        /// The requested backend.
         asked: String,
         /// The cargo feature.
         feature: &'static str,
     },
-    /// The system of this machine cannot have what was asked for.
+    /// The operating system of this machine does not support the requested backend.
     System {
-        /// What was asked for.
+        /// The requested backend.
         asked: String,
-        /// The systems that can.
+        /// The operating systems that support it.
         systems: &'static str,
     },
     /// A CUDA device refused, for a reason that no CPU has.
@@ -70,7 +70,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the request is right, and no kernel for it exists on the device: another device, or other options, may serve it.
+    /// Returns true if the request is valid, but the device has no kernel for it: another device, or other
+    /// options, may serve it.
     #[must_use]
     pub const fn is_unsupported(&self) -> bool {
         matches!(self, Self::Unsupported(_))

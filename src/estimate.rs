@@ -32,7 +32,7 @@ impl Estimate {
     }
 }
 
-/// What a device reaches for a problem.
+/// The throughput that a device reaches for a problem.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rates {
     /// Seconds of launches, of the calls that copy tensors there and back, and of waiting for the result.

@@ -46,7 +46,7 @@ pub use flashtile_cuda::plan::CudaPlan;
 pub use flashtile_metal::MetalPlan;
 
 pub mod problem {
-    //! What to compute: dimensions, dtype, visibility, bias, sequences, and the limits of each.
+    //! Descriptions of problems: dimensions, dtype, visibility, bias, sequences, and the limits of each.
 
     pub use flashtile_core::limits::{
         MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,

@@ -60,7 +60,7 @@ impl Runner {
         }
     }
 
-    /// The same with options of the planner.
+    /// Sets the options of the planner, and drops the plans that were made with others.
     #[must_use]
     pub fn with_options(mut self, options: PlanOptions) -> Self {
         self.options = options;

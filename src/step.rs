@@ -44,8 +44,9 @@ impl KvCacheExt for KvCache {
     }
 }
 
-/// What a layer computes with: q `[1, q_heads, new tokens, head_dim]`, k `[1, kv_heads, new tokens, head_dim]` and v `[1, kv_heads, new
-/// tokens, value_dim]`, the tokens sequence by sequence as the step listed them. [`TensorView::packed`] makes such views.
+/// The tensors of one layer in a step: q `[1, q_heads, new tokens, head_dim]`, k `[1, kv_heads, new tokens,
+/// head_dim]` and v `[1, kv_heads, new tokens, value_dim]`. Tokens lie sequence by sequence, as the step
+/// listed them. [`TensorView::packed`] makes such views.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
 pub struct StepTensors<'a> {
@@ -57,9 +58,9 @@ pub struct StepTensors<'a> {
     pub v: TensorView<'a>,
 }
 
-/// A step of a batch over a cache, begun by [`KvCacheExt::step`]. Dropped without [`Step::finish`], as by an error in a layer, it
-/// takes its tokens back: sequences have the lengths from before the step. What stays are tokens that a ring gave up for the
-/// step, and the copy of a page that a fork began to write.
+/// A step of a batch over a cache, begun by [`KvCacheExt::step`]. Dropped without [`Step::finish`], as by an
+/// error in a layer, it takes its tokens back: sequences have the lengths from before the step. Two effects
+/// of the step remain: tokens that a ring gave up for it, and the copy of a page that a fork began to write.
 #[derive(Debug)]
 #[must_use = "a step that is dropped takes its tokens back"]
 pub struct Step<'c> {
@@ -69,9 +70,9 @@ pub struct Step<'c> {
     tables: BlockTables,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
-    /// Whether the rows of this step are stored in a layer.
+    /// True for each layer in which the rows of this step are stored.
     written: Vec<bool>,
-    /// What computes, in place of the runner of the thread.
+    /// The runner that computes, in place of the runner of the thread.
     runner: Option<&'c mut Runner>,
 }
 
