@@ -154,7 +154,7 @@ def _refuse_by_hand(config):
         return
 
 
-# What models call.
+# The functions that models call.
 
 # Arguments of models that change nothing in attention once masks are made. A window is in the mask; the lengths of packed sequences are in
 # `cu_seq_lens_q` and `cu_seq_lens_k`.

@@ -1,5 +1,5 @@
-//! The extension module `flashtile._flashtile`: arguments of Python as problems of flashtile. What users call is in the Python files
-//! beside it.
+//! The extension module `flashtile._flashtile`: it converts Python arguments to problems of flashtile. The
+//! functions that users call are in the Python files beside it.
 
 mod attention;
 mod cache;

@@ -55,7 +55,7 @@ pub(crate) struct Options {
     sinks: Option<Numbers>,
     lengths: Lengths,
     layout: Axes,
-    /// Whether the logsumexp is asked for.
+    /// True if the call asks for the logsumexp.
     pub(crate) lse: bool,
     /// The stream of a call over tensors of a CUDA device, which has the mask, the slopes and the sinks too.
     pub(crate) stream: Option<Stream>,
@@ -189,7 +189,7 @@ impl Options {
         };
     }
 
-    /// The same as flashtile has them for tensors of the host.
+    /// The options as an [`Attention`] for tensors of the host.
     pub(crate) fn attention(&self) -> PyResult<Attention<'_>> {
         let mut attention = if self.causal { Attention::causal() } else { Attention::full() };
         attention = attention.window(self.window.0, self.window.1);

@@ -8,7 +8,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::{Value, json};
 
-/// What would run for a problem, which is described as JSON: on a backend of this machine, or on a machine of a list.
+/// Plans a problem, described as JSON, for a backend of this machine or for a machine of a list. Returns the
+/// plan as JSON.
 #[pyfunction]
 pub(crate) fn plan(
     py: Python<'_>,
@@ -77,7 +78,7 @@ impl Planned {
     }
 }
 
-/// What plans of one backend alone have.
+/// Fields of the result that only plans and facts of one backend have.
 fn of_backend(facts: &AnyFacts, plan: &AnyPlan) -> Value {
     match (facts, plan) {
         (AnyFacts::Cpu(facts), AnyPlan::Cpu(plan)) => json!({

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 /// The process that has the threads, once there may be some.
 static OWNER: OnceLock<u32> = OnceLock::new();
 
-/// Whether this process was forked off the one that has the threads.
+/// Returns true if this process was forked off the process that owns the threads.
 pub(crate) fn is_forked() -> bool {
     OWNER.get().is_some_and(|owner| *owner != std::process::id())
 }

@@ -1,4 +1,4 @@
-//! What codecs do to the keys and values of one layer.
+//! Errors of codecs on the keys and values of one layer.
 
 use crate::failure::refused;
 use crate::memory::Memory;

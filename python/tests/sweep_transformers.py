@@ -38,7 +38,7 @@ import flashtile.transformers  # noqa: E402
 PART = """bart beit bert bigbird_pegasus bloom data2vec deepseek_v2 deepseek_v32 encoder_decoder falcon gemma2 gemma3 gemma4 gpt2 gpt_neo gpt_oss led
 llama llava longformer minimax_m3_vl mpnet mpt nllb_moe qwen3 sam splinter t5 whisper xglm""".split()
 
-# What the models compute beside attention is the same; rounding of attention grows through layers and norms.
+# Models compute the same beside attention; rounding of attention grows through layers and norms.
 TOLERANCE = 2e-4
 BATCH, LENGTH, VOCAB = 3, 12, 99
 PADDED = {"left": (0, 5), "right": (8, 12)}

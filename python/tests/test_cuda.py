@@ -155,7 +155,7 @@ def test_graphs(qkv):
     with torch.cuda.graph(graph, stream=stream):
         out = attention(q, k, v, causal=True)
     with torch.cuda.stream(stream):
-        # What a graph has captured stays, whatever else is computed.
+        # Other problems must not evict the plan and the workspace that a graph has captured.
         for length in range(1, 33):
             attention(q, k[:, :, :length], v[:, :, :length])
     torch.cuda.synchronize()

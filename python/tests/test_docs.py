@@ -46,7 +46,7 @@ def test_from_python(block, tmp_path):
 def test_readme(block, tmp_path):
     import flashtile
 
-    # What the text around a program says of its names.
+    # The names that the text around a program describes.
     q, kv = numpy.ones((41, 16, 64), numpy.float32), numpy.ones((41, 8, 64), numpy.float32)
     names = run(block, folder=tmp_path, flashtile=flashtile, q=q, k=kv, v=kv)
     if "out" in names:

@@ -33,7 +33,7 @@ DECODERS = {
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 24, "layer_types": LAYERS}),
     "gpt-oss": ("GptOssConfig", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": LAYERS}),
 }
-# What the models compute beside attention is the same: only the rounding of attention differs.
+# Models compute the same beside attention: only the rounding of attention differs.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-2}
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -327,7 +327,7 @@ def test_a_model_with_one_part_that_cannot():
     assert 0 < (got - want).abs().max() < 1e-5
 
 
-# What models pass to attention, by its definition.
+# Attention by its definition, for the arguments that models pass.
 
 
 class Layer(torch.nn.Module):

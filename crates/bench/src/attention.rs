@@ -35,7 +35,7 @@ pub(super) struct Work {
     tables: Option<BlockTables>,
 }
 
-/// The same on a device.
+/// A [`Work`] whose tensors lie in the memory of a device.
 pub(super) struct Placed<D: HostAccess> {
     run: UploadedRun<PortableEngine<D>>,
 }

@@ -8,7 +8,7 @@ pub(super) struct Watched<'a, D> {
     pub(super) device: &'a D,
     /// The kernel's name.
     kernel: &'static str,
-    /// Whether launches of other kernels are skipped.
+    /// True if launches of other kernels are skipped.
     pub(super) only: Cell<bool>,
     /// The instance that was launched.
     pub(super) entry: RefCell<Option<String>>,

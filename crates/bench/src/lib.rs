@@ -138,7 +138,7 @@ struct Job {
     work: Work,
 }
 
-/// What is computed, wherever its tensors lie.
+/// The computation of a job, with its tensors on the host.
 enum Work {
     Attention(Box<attention::Work>),
     Rows(Box<rows::Work>),
@@ -156,7 +156,7 @@ macro_rules! jobs {
 }
 jobs!(Attention attention Rows rows Plain plain);
 
-/// The same in the memory of a device.
+/// A [`Work`] whose tensors lie in the memory of a device.
 enum Placed<D: HostAccess>
 where
     D::Memory: 'static,

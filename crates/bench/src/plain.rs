@@ -26,7 +26,7 @@ enum Launch {
     MaskTiles { params: Mask, groups: [u32; 3] },
 }
 
-/// The same on a device.
+/// A [`Work`] whose buffers lie in the memory of a device.
 pub(super) struct Placed<D: HostAccess> {
     device: D,
     inputs: Vec<D::Memory>,

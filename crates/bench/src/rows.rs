@@ -21,7 +21,7 @@ fn message(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// What a kernel does to rows.
+/// The operation of a kernel on rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
     /// Keys are encoded.
@@ -44,7 +44,7 @@ pub(super) struct Work {
     dim: usize,
 }
 
-/// The same on a device.
+/// A [`Work`] whose rows and cache lie in the memory of a device.
 pub(super) struct Placed<D: HostAccess>
 where
     D::Memory: 'static,

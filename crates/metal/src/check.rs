@@ -13,7 +13,7 @@ use flashtile_gpu::engine::PortableEngine;
 use flashtile_kernel::f16;
 use flashtile_kernel::metal::Gpu;
 
-/// What is kept of a check that passed.
+/// The content of the file that records a passed check.
 const PASSED: &[u8] = b"passed";
 
 /// Checks a device, unless the folder of compiled kernels says that it passed before.

@@ -126,12 +126,14 @@ impl Metal {
         self.gpu.zeroed(element, len).map_err(device)
     }
 
-    /// Whether the device computes a small problem of prefill and one of decode as the reference does, or what is wrong: a compiler or a
-    /// driver that breaks a kernel shows here, and not in a model's answers. Takes the compilation of three kernels and a few milliseconds,
-    /// once; the result is kept in the folder of compiled kernels for the device, its system and the version of this crate.
+    /// Checks that the device computes a small problem of prefill and one of decode as the reference does.
+    ///
+    /// A compiler or a driver that breaks a kernel shows here, and not in a model's answers. The check
+    /// compiles three kernels and takes a few milliseconds, once: the result is kept in the folder of
+    /// compiled kernels for the device, its system and the version of this crate.
     ///
     /// # Errors
-    /// What is wrong, in one sentence.
+    /// The first problem whose result differs, in one sentence.
     pub fn self_check(&self) -> Result<(), String> {
         if self.checked.get().is_none() {
             check(&self.gpu, self.facts)?;

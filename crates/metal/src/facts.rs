@@ -5,7 +5,7 @@ use flashtile_gpu::machines::M1;
 
 pub use flashtile_gpu::machines::ALL_APPLE;
 
-/// What a planner knows about a device.
+/// The facts that a planner knows about a device.
 pub type MetalFacts = GpuFacts;
 
 /// GPU cores of the chips with the most cores that are sold under a name, longest names first. Metal does not tell the number: chips

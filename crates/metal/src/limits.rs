@@ -1,4 +1,5 @@
-//! What a device can do at best, measured: the two limits that kernels are held against.
+//! The measured limits of a device, against which kernels are compared: copy bandwidth and product
+//! throughput.
 
 use crate::device::Metal;
 use crate::error::MetalError;

@@ -42,7 +42,8 @@ impl MetalPlan {
         Self::plan(problem, facts, options, None)
     }
 
-    /// The same with a tile of the caller's: to measure what another one would give.
+    /// [`MetalPlan::new`] with a tile that the caller chooses, to measure tiles that the planner does not
+    /// take.
     ///
     /// # Errors
     /// As [`MetalPlan::new`]; [`Unsupported::Tile`] where no kernel has the tile.

@@ -47,7 +47,7 @@ pub struct Call {
     group: usize,
     /// The position of the first query, if later keys are hidden.
     causal: Option<usize>,
-    /// What is added to scores, `[rows, s]`.
+    /// The additive mask of the scores, `[rows, s]`.
     mask: Option<Tensor>,
 }
 
