@@ -24,7 +24,7 @@ pub struct BlockTables {
     pub width: usize,
     /// Tokens per page.
     pub page_size: usize,
-    /// Whether a kept token lies at or past `width * page_size`, so that blocks wrap around.
+    /// True if a kept token lies at or past `width * page_size`, so that blocks wrap around.
     pub wraps: bool,
     /// `[sequences]`: length of each sequence, including tokens that are no longer kept.
     pub lens: Vec<usize>,

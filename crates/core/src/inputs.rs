@@ -217,7 +217,7 @@ pub enum RunError {
     },
     /// The threads that compute cannot start.
     Threads {
-        /// What the system says.
+        /// The error of the operating system.
         reason: String,
     },
 }

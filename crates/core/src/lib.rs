@@ -1,8 +1,10 @@
-//! What flashtile computes, independent of how: problems, tensor views, KV caches, codecs, and the f64 reference.
+//! The part of flashtile that all backends share: problems, tensor views, KV caches, codecs, and the f64
+//! reference.
 //!
-//! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate. It knows none of
-//! them, starts no threads and touches no device. Applications use the crate `flashtile`, which re-exports what they
-//! need; what is public only here serves backends and may change in any release.
+//! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate. It depends on
+//! none of them, starts no threads and touches no device. Applications use the crate `flashtile`, which
+//! re-exports the types that they need; items that are public only here serve backends and may change in any
+//! release.
 //!
 //! | module | |
 //! |---|---|

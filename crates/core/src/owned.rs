@@ -62,7 +62,8 @@ fn gather<T, const N: usize>(view: &TensorView<'_>, from: fn([u8; N]) -> T) -> R
     Ok(all)
 }
 
-/// The same list, where `T` and `U` are one type with two names.
+/// Converts a list without a copy, where `T` and `U` are one type with two names; returns it as an error
+/// where they are not.
 fn same<T: Element, U: Element>(all: Vec<T>) -> Result<Vec<U>, Vec<T>> {
     let mut all = Some(all);
     let same = (&mut all as &mut dyn Any).downcast_mut::<Option<Vec<U>>>();

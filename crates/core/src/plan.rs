@@ -1,4 +1,4 @@
-//! What all planners share: options and reasons to refuse.
+//! Options of planners, and their reasons to refuse a problem.
 //!
 //! A plan is a pure function of a problem and of facts about a device. Planning touches neither memory nor the
 //! device, so that plans can be made, printed and tested for absent machines.
@@ -49,8 +49,8 @@ pub struct PlanOptions {
     /// chooses. Portable kernels use exactly this number. On the CPU results keep their bits; on CUDA they may differ
     /// by rounding.
     pub splits: Option<usize>,
-    /// Whether tiles that no row sees are skipped. If not, every tile is computed and masked, with the same bits: for
-    /// tests, and for measuring what skipping saves.
+    /// True if tiles that no row sees are skipped. Otherwise every tile is computed and masked, with the same
+    /// bits: for tests, and to measure what skipping saves.
     pub skip_tiles: bool,
     /// Which kernels a CUDA device runs. The CPU backend refuses anything but [`KernelChoice::Auto`].
     pub kernels: KernelChoice,
@@ -136,7 +136,7 @@ pub enum Unsupported {
     },
     /// A count exceeds what the kernels can count.
     Size {
-        /// What is counted.
+        /// The counted quantity, such as rows of a write.
         what: &'static str,
         /// The count.
         got: usize,

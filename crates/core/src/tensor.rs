@@ -197,7 +197,7 @@ impl<'a> TensorView<'a> {
     /// A view of raw bytes in native byte order, such as the contents of a file.
     ///
     /// # Errors
-    /// Those of [`TensorView::strided`], and [`ViewError::Misaligned`].
+    /// The errors of [`TensorView::strided`], and [`ViewError::Misaligned`].
     pub fn from_bytes(
         dtype: Dtype,
         data: &'a [u8],
@@ -214,7 +214,7 @@ impl<'a> TensorView<'a> {
     /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
     ///
     /// # Errors
-    /// Those of [`TensorView::strided`].
+    /// The errors of [`TensorView::strided`].
     pub fn bhsd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         Self::strided(data, shape, dense(shape))
     }
@@ -222,7 +222,7 @@ impl<'a> TensorView<'a> {
     /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
     ///
     /// # Errors
-    /// Those of [`TensorView::strided`].
+    /// The errors of [`TensorView::strided`].
     pub fn bshd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         let (shape, strides) = from_bshd(shape);
         Self::strided(data, shape, strides)
@@ -231,7 +231,7 @@ impl<'a> TensorView<'a> {
     /// Packed sequences stored as `[total rows, heads, dim]`: a single batch entry.
     ///
     /// # Errors
-    /// Those of [`TensorView::strided`].
+    /// The errors of [`TensorView::strided`].
     pub fn packed<T: Element>(data: &'a [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
         Self::bshd(data, [1, total, heads, dim])
     }
@@ -358,7 +358,7 @@ impl<'a> TensorViewMut<'a> {
     /// A view of raw bytes, to be written in native byte order.
     ///
     /// # Errors
-    /// Those of [`TensorViewMut::strided`], and [`ViewError::Misaligned`].
+    /// The errors of [`TensorViewMut::strided`], and [`ViewError::Misaligned`].
     pub fn from_bytes(
         dtype: Dtype,
         data: &'a mut [u8],
@@ -376,7 +376,7 @@ impl<'a> TensorViewMut<'a> {
     /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
     ///
     /// # Errors
-    /// Those of [`TensorViewMut::strided`].
+    /// The errors of [`TensorViewMut::strided`].
     pub fn bhsd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         Self::strided(data, shape, dense(shape))
     }
@@ -384,7 +384,7 @@ impl<'a> TensorViewMut<'a> {
     /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
     ///
     /// # Errors
-    /// Those of [`TensorViewMut::strided`].
+    /// The errors of [`TensorViewMut::strided`].
     pub fn bshd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         let (shape, strides) = from_bshd(shape);
         Self::strided(data, shape, strides)
@@ -393,7 +393,7 @@ impl<'a> TensorViewMut<'a> {
     /// Packed sequences stored as `[total rows, heads, dim]`: a single batch entry.
     ///
     /// # Errors
-    /// Those of [`TensorViewMut::strided`].
+    /// The errors of [`TensorViewMut::strided`].
     pub fn packed<T: Element>(data: &'a mut [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
         Self::bshd(data, [1, total, heads, dim])
     }
@@ -438,7 +438,7 @@ impl<'a> TensorViewMut<'a> {
         self.strides
     }
 
-    /// The same view for a shorter time, such as a call that takes it by value.
+    /// Borrows the view for a shorter time, such as for a call that takes it by value.
     #[must_use]
     pub const fn reborrow(&mut self) -> TensorViewMut<'_> {
         let Self { ptr, dtype, shape, strides, memory: _ } = *self;
@@ -533,7 +533,7 @@ impl<'a> MaskView<'a> {
     /// A boolean mask stored as bytes: visible where the byte is not 0. Strides as for [`MaskView::bool`].
     ///
     /// # Errors
-    /// Those of [`MaskView::bool`].
+    /// The errors of [`MaskView::bool`].
     pub fn bool_bytes(data: &'a [u8], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
         check_mask(shape, strides, data.len())?;
         Ok(Self { data: MaskData::Bool(data.as_ptr(), PhantomData), shape, strides })
@@ -548,7 +548,7 @@ impl<'a> MaskView<'a> {
     /// An additive mask whose strides, in elements, may be 0 on any axis.
     ///
     /// # Errors
-    /// Those of [`MaskView::bool`].
+    /// The errors of [`MaskView::bool`].
     pub fn additive_strided<T: Element>(
         data: &'a [T],
         shape: [usize; 4],
@@ -569,7 +569,7 @@ impl<'a> MaskView<'a> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`MaskView::bool`].
+    /// The errors of [`MaskView::bool`].
     pub fn dense_bool(data: &'a [bool], shape: impl Into<MaskShape>) -> Result<Self, ViewError> {
         let MaskShape(shape) = shape.into();
         Self::bool(data, shape, dense(shape))
@@ -578,7 +578,7 @@ impl<'a> MaskView<'a> {
     /// A dense additive mask with 2, 3 or 4 axes.
     ///
     /// # Errors
-    /// Those of [`MaskView::bool`].
+    /// The errors of [`MaskView::bool`].
     pub fn dense_additive<T: Element>(data: &'a [T], shape: impl Into<MaskShape>) -> Result<Self, ViewError> {
         let MaskShape(shape) = shape.into();
         Self::additive_strided(data, shape, dense(shape))
@@ -636,7 +636,8 @@ impl<'a> MaskView<'a> {
         MaskRow { ptr, kind, step: usize::from(!broadcast), mask: PhantomData }
     }
 
-    /// What the mask adds to the score of `(b, h, i, j)`: `-inf` if the key is hidden, 0 if a boolean mask shows it.
+    /// The bias that the mask adds to the score of `(b, h, i, j)`: `-inf` if the key is hidden, 0 if a
+    /// boolean mask shows it.
     ///
     /// # Panics
     /// If an index is outside an axis that is not broadcast.
@@ -685,7 +686,7 @@ impl MaskRow<'_> {
         self.step
     }
 
-    /// What the mask adds at key `j`.
+    /// The bias that the mask adds to the score of key `j`.
     ///
     /// # Safety
     /// `j` is inside the mask's key axis or that axis is broadcast.

@@ -131,7 +131,7 @@ impl CacheDesc {
     /// Checks the description by itself: dimensions, codecs, and that a pool of all pages is addressable.
     ///
     /// # Errors
-    /// Those of [`KvCache::new`](super::KvCache::new).
+    /// The errors of [`KvCache::new`](super::KvCache::new).
     pub fn validate(&self) -> Result<(), CacheError> {
         let pages = match self.layout {
             CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {

@@ -146,7 +146,7 @@ pub enum CacheError {
     },
     /// The bytes are not a snapshot that this version can read.
     SnapshotHeader {
-        /// What is not recognised.
+        /// The field of the header that is not recognised.
         field: &'static str,
     },
     /// The length of a snapshot differs from what its header says.

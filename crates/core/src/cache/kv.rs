@@ -196,7 +196,7 @@ impl KvCache {
     /// Inputs of attention over one layer. `tables` come from [`KvCache::tables`] for the sequences of the batch.
     ///
     /// # Errors
-    /// Those of [`KvCache::kv_pages`].
+    /// The errors of [`KvCache::kv_pages`].
     pub fn inputs<'a>(
         &'a self,
         layer: usize,
@@ -519,7 +519,7 @@ impl<S: PageStore> KvCache<S> {
     /// [`KvCache::tables`] into existing tables, whose contents are replaced; allocates only if they are too small.
     ///
     /// # Errors
-    /// Those of [`KvCache::tables`]; `tables` is unchanged then.
+    /// The errors of [`KvCache::tables`]; `tables` is unchanged then.
     pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), S::Error> {
         Ok(self.table.tables(batch, tables)?)
     }

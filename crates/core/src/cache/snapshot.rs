@@ -45,7 +45,7 @@ impl Snapshot {
         self.kept.end
     }
 
-    /// Whether the sequence had no tokens.
+    /// Returns true if the sequence had no tokens.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.kept.end == 0

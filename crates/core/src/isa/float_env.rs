@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 #[must_use]
 #[derive(Debug)]
 pub struct FloatEnv {
-    /// What the register held, if that was anything else.
+    /// The value that the control register held before, if it was not the default.
     restore: Option<register::Control>,
     thread: PhantomData<*const ()>,
 }

@@ -61,7 +61,7 @@ impl Isa {
         }
     }
 
-    /// Whether bf16 problems multiply pairs of bf16, with `p` rounded to bf16.
+    /// Returns true if bf16 problems multiply pairs of bf16, with `p` rounded to bf16.
     #[must_use]
     pub const fn multiplies_pairs(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Amx)

@@ -94,7 +94,7 @@ fn detect() -> Isa {
 mod amx {
     use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
-    /// Whether the processor has bf16 tiles and the operating system lets this process use them.
+    /// Returns true if the processor has bf16 tiles and the operating system lets this process use them.
     pub(super) fn available() -> bool {
         #[target_feature(enable = "xsave")]
         fn enabled_state() -> u64 {

@@ -44,19 +44,19 @@ pub struct ProblemDesc {
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
     #[cfg_attr(feature = "serde", serde(default, serialize_with = "crate::named::finite"))]
     pub softcap: Option<f32>,
-    /// Whether the inputs include ALiBi slopes, one f32 per query head.
+    /// True if the inputs include ALiBi slopes, one f32 per query head.
     #[cfg_attr(feature = "serde", serde(default))]
     pub alibi: bool,
-    /// Whether the inputs include attention sinks, one f32 logit per query head.
+    /// True if the inputs include attention sinks, one f32 logit per query head.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sinks: bool,
     /// Kind of the mask among the inputs.
     #[cfg_attr(feature = "serde", serde(default))]
     pub mask: Option<MaskKind>,
-    /// Whether the inputs include a tree mask of cached sequences: bool `[1, 1, q_len, longest q_len of a sequence]`.
-    /// Row `r` is packed query row `r`. Column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of
-    /// this step; `true` is visible. Earlier keys are not affected. A key is visible if the tree, causality, window
-    /// and mask all allow it.
+    /// True if the inputs include a tree mask of cached sequences: bool `[1, 1, q_len, longest q_len of a
+    /// sequence]`. Row `r` is packed query row `r`. Column `c` is key `kv_len - q_len + c` of its sequence,
+    /// one of the keys of this step; `true` is visible. Earlier keys are not affected. A key is visible if
+    /// the tree, causality, window and mask all allow it.
     #[cfg_attr(feature = "serde", serde(default))]
     pub tree: bool,
     /// Codec of the keys. `None` means elements of `dtype`; cached sequences may have any codec that
@@ -118,7 +118,7 @@ impl ProblemDesc {
         Self::new(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim }, q.dtype())
     }
 
-    /// Whether the descriptions are equal but for how batch entries divide into sequences.
+    /// Returns true if the descriptions are equal in every field but `sequences`.
     #[must_use]
     pub fn eq_but_sequences(&self, other: &Self) -> bool {
         // Every field by name, so that a new one is not forgotten.

@@ -1,4 +1,4 @@
-//! What to compute: dimensions, dtype, visibility, bias. No memory, no device.
+//! Descriptions of problems: dimensions, dtype, visibility, bias. No memory, no device.
 //!
 //! A [`ProblemDesc`] is plain data. [`ProblemDesc::validate`] turns it into a [`Problem`], which proves that every
 //! rule of this module holds.

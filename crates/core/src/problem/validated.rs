@@ -117,7 +117,7 @@ impl Problem {
         self.desc.dtype
     }
 
-    /// Whether keys or values have a quantizing codec.
+    /// Returns true if keys or values have a quantizing codec.
     pub fn is_quantized(&self) -> bool {
         [self.k_codec(), self.v_codec()].iter().any(|codec| codec.dtype().is_none())
     }
@@ -154,7 +154,7 @@ impl Problem {
         self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
     }
 
-    /// Whether keys and values lie in the pages of a cache.
+    /// Returns true if keys and values lie in the pages of a cache.
     #[must_use]
     pub const fn is_cached(&self) -> bool {
         matches!(self.desc.sequences, Sequences::Cached { .. })

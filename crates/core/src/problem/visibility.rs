@@ -58,7 +58,7 @@ impl Visibility {
         self.right
     }
 
-    /// Whether every key is visible from every position.
+    /// Returns true if every key is visible from every position.
     #[must_use]
     pub const fn is_full(self) -> bool {
         self.left.is_none() && self.right.is_none()

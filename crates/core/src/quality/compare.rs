@@ -78,7 +78,7 @@ impl<'a> HeadAttention<'a> {
 pub struct KeyCodec {
     /// The codec.
     pub codec: Codec,
-    /// Whether a mean is subtracted first, which has no effect on plain elements.
+    /// True if `k_mean` is subtracted first, which has no effect on plain elements.
     pub centered: bool,
 }
 
@@ -106,7 +106,7 @@ impl Deviation {
     }
 }
 
-/// What a codec does to keys, summed over queries. Sums of several heads can be added.
+/// Errors of keys that a codec has stored, summed over queries. Sums of several heads can be added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct KeyErrors {

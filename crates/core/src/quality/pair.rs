@@ -1,4 +1,4 @@
-//! What a pair of codecs costs for given keys and values.
+//! The error of a pair of codecs for given keys and values.
 
 use super::compare::{HeadAttention, KeyCodec, RefusedRow, compare};
 use super::error::QualityError;

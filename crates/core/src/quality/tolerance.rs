@@ -190,7 +190,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the answer is within its limits.
+    /// Returns true if the answer is within its limits.
     #[must_use]
     pub fn within(&self) -> bool {
         self.worst <= 1.0 && self.nrmse <= self.limit

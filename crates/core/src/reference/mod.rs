@@ -145,7 +145,7 @@ impl Row<'_> {
         visible.map(squares).fold(0.0, f64::max).sqrt()
     }
 
-    /// Whether the tree mask shows key `j`; true without one.
+    /// Returns true if the tree mask shows key `j`, or if there is no tree mask.
     fn tree_shows(&self, j: usize) -> bool {
         let s = self.sequence;
         match (&self.inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
