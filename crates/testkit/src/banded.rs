@@ -64,10 +64,10 @@ pub(crate) const FILL: u8 = 0xFF;
 /// A device whose memory lies between bands.
 pub(crate) struct Banded<D: HostAccess> {
     device: D,
-    /// Bytes beyond a multiple of 256 at which tensors of bytes start: 0, or an odd number of their elements. Others start at an odd element
-    /// then.
+    /// Bytes beyond a multiple of 256 at which tensors of bytes start: 0, or an odd number of their elements.
+    /// If it is not 0, other tensors start at an odd element.
     lead: usize,
-    /// Whether allocations end where the tensors do, for memory checkers.
+    /// True if allocations end where the tensors do, for memory checkers.
     exact: bool,
     bands: Mutex<Vec<Band<D::Memory>>>,
 }

@@ -1,4 +1,5 @@
-//! The same operations on a cache in main memory and on one in the memory of a device, whose bytes must agree.
+//! Random operations on a cache in main memory and on its twin in the memory of a device, whose bytes must
+//! agree.
 
 use super::rng::Rng;
 use flashtile_core::cache::{CacheDesc, CacheError, KvCache, SeqId, Snapshot};
@@ -91,7 +92,7 @@ where
     /// Empty caches. Rows are appended as f32, or as bf16.
     ///
     /// # Errors
-    /// What refuses the description.
+    /// The reason why one of the caches refuses the description.
     pub fn new(
         device: D,
         desc: CacheDesc,
@@ -107,7 +108,7 @@ where
     /// Gives both caches a mean of the keys of every layer.
     ///
     /// # Errors
-    /// What refuses it.
+    /// The reason why one of the caches refuses a mean.
     pub fn center(&mut self) -> Result<(), String> {
         let CacheDesc { layers, kv_heads, head_dim, .. } = *self.host.desc();
         for layer in 0..layers {

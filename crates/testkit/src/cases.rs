@@ -100,8 +100,8 @@ pub struct Case {
     pub paging: Paging,
     /// Recipe of the tree mask, if the problem has one.
     pub tree: Tree,
-    /// Whether keys have a constant component, a few times as large as the rest, that is subtracted before they are
-    /// quantized.
+    /// True if keys have a constant component, a few times as large as the rest, that is subtracted before
+    /// they are quantized.
     pub centered: bool,
 }
 

@@ -19,10 +19,10 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DevicePlacement {
-    /// Whether tensors start at an odd element, which is copied element by element; otherwise at a multiple of 256
-    /// bytes.
+    /// True if tensors start at an odd element, so that they are copied element by element; otherwise they
+    /// start at a multiple of 256 bytes.
     pub odd: bool,
-    /// Whether allocations end where the tensors do, for memory checkers; otherwise NaN follow.
+    /// True if allocations end where the tensors do, for memory checkers; otherwise NaN follow.
     pub exact: bool,
 }
 
@@ -144,7 +144,7 @@ impl GuardedRun {
     /// Runs once and copies the results to outputs of the shapes of [`GuardedRun::new`].
     ///
     /// # Errors
-    /// Those of [`GuardedRun::launch`] and [`GuardedRun::read`].
+    /// The errors of [`GuardedRun::launch`] and [`GuardedRun::read`].
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
         self.launch()?;
         self.read(outputs)
@@ -153,7 +153,7 @@ impl GuardedRun {
     /// Launches a run.
     ///
     /// # Errors
-    /// Those of [`Prepared::run`].
+    /// The errors of [`Prepared::run`].
     pub fn launch(&mut self) -> Result<(), CudaError> {
         self.prepared.run(&self.uploaded.inputs(), &mut self.results.outputs())
     }
@@ -161,7 +161,7 @@ impl GuardedRun {
     /// Updates the run to another plan and other tables at the same device addresses.
     ///
     /// # Errors
-    /// Those of [`Prepared::update`], and of copying the tables.
+    /// The errors of [`Prepared::update`], and of copying the tables.
     pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
         self.prepared.update(plan)?;
         Ok(self.uploaded.upload_tables(&self.device, tables)?)
@@ -170,7 +170,7 @@ impl GuardedRun {
     /// Seconds of a run, as a [`Timer`] measures them.
     ///
     /// # Errors
-    /// Those of [`GuardedRun::launch`] and [`Timer::seconds`].
+    /// The errors of [`GuardedRun::launch`] and [`Timer::seconds`].
     pub fn seconds(&mut self) -> Result<f64, CudaError> {
         let timer = match self.timer.take() {
             Some(timer) => timer,

@@ -22,7 +22,7 @@ impl HostileFloats {
         Self { held, thread: PhantomData }
     }
 
-    /// Whether this thread has the environment.
+    /// Returns true if this thread has the hostile environment.
     #[must_use]
     pub fn are_set() -> bool {
         read() & HOSTILE == HOSTILE

@@ -39,7 +39,7 @@ pub struct MetalRunner {
     pub options: PlanOptions,
     /// Where launches go.
     pub path: MetalPath,
-    /// Whether tensors start at multiples of 256 bytes instead, which kernels read in vectors.
+    /// True if tensors start at multiples of 256 bytes instead, so that kernels read them in vectors.
     pub aligned: bool,
 }
 

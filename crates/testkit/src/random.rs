@@ -88,7 +88,7 @@ fn near_edge(choose: &mut dyn FnMut(usize) -> usize, edges: usize) -> usize {
     (EDGES[choose(edges.min(EDGES.len()))] + choose(3)).saturating_sub(1).max(1)
 }
 
-/// Whether every cached sequence has as many keys as queries.
+/// Returns true if every cached sequence has at least as many keys as queries, which a tree mask needs.
 fn trees(case: &Case) -> bool {
     let Sequences::Cached { cu_seqlens_q, kv_lens } = &case.desc.sequences else { return false };
     cu_seqlens_q.windows(2).zip(kv_lens).all(|(w, &kv_len)| w[1] - w[0] <= kv_len)

@@ -43,7 +43,7 @@ pub enum RunnerError {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct RunReport {
-    /// What ran: the plan, printed.
+    /// The plan of the run, printed.
     pub plan: String,
     /// Its accumulation.
     pub accumulation: Accumulation,
@@ -142,7 +142,7 @@ pub enum Failure {
         tensor: &'static str,
         /// Position, counted in elements from the first of the tensor.
         at: isize,
-        /// What ran.
+        /// The plan of the run, printed.
         plan: String,
     },
     /// The answer is too far from the oracle's.
@@ -151,7 +151,7 @@ pub enum Failure {
         tensor: &'static str,
         /// The difference.
         report: Report,
-        /// What ran.
+        /// The plan of the run, printed.
         plan: String,
     },
 }
@@ -175,7 +175,7 @@ impl std::error::Error for Failure {}
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// What ran.
+    /// The plan of the run, printed.
     pub plan: String,
     /// Difference of out from the oracle's.
     pub out: Report,
@@ -187,7 +187,7 @@ pub struct Outcome {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Answer {
-    /// What ran.
+    /// The plan of the run, and its accumulation.
     pub ran: RunReport,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub out: Guarded,

@@ -123,7 +123,7 @@ impl<D: Device<Memory = Memory>> HostAccess for OnMemory<'_, D> {
     }
 }
 
-/// What goes wrong on such a device.
+/// A failed launch, or a failed access to memory, of [`OnMemory`].
 #[derive(Debug)]
 enum Trouble<E> {
     Device(E),
