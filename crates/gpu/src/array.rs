@@ -44,7 +44,7 @@ impl<M: DeviceMemory> GpuArray<M> {
     /// A copy of a tensor in host memory, of any strides. The tensor has been read when this returns.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     pub fn upload<D: HostAccess<Memory = M>>(
         device: &D,
         tensor: &TensorView<'_>,

@@ -115,8 +115,8 @@ pub fn encode_groups(codec: Codec, dim: usize, rows: u32) -> u32 {
     if in_octets(format_id(codec), dim as u32) { row_groups(rows.div_ceil(4)) } else { row_groups(rows) }
 }
 
-/// What the status of [`encode()`](crate::kernels::encode::encode()) says: the row of all runs and the head that was
-/// not stored first.
+/// The first row that [`encode()`](crate::kernels::encode::encode()) refused, decoded from its status: the
+/// reason, the number of the row among all runs, and the head.
 pub fn refusal(status: u32, heads: u32) -> Option<(EncodeError, [u32; 2])> {
     let why = if status & 1 == 1 { EncodeError::Norm } else { EncodeError::NotFinite };
     let number = status / 2;

@@ -41,7 +41,7 @@ pub trait Engine {
     /// Loads the kernels of a plan and takes memory for its runs, which may be that of `old`: runs of both follow each other.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     fn prepare(
         &self,
         device: &Self::Device,
@@ -49,11 +49,11 @@ pub trait Engine {
         old: Option<Self::Prepared>,
     ) -> Result<Self::Prepared, Self::Error>;
 
-    /// Turns a prepared plan into that of another step of the same sequences, whose numbers of keys alone differ, or returns the new plan
-    /// where its launches or sizes differ.
+    /// Turns a prepared plan into the plan of another step of the same sequences, which differ only in their
+    /// numbers of keys. Returns the new plan where its launches or sizes differ.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     fn update(
         &self,
         device: &Self::Device,
@@ -67,10 +67,11 @@ pub trait Engine {
     /// The problem that a plan computes.
     fn problem(plan: &Self::Plan) -> &Problem;
 
-    /// Writes to the device what changed of the sequences since the last run. Returns whether kernels then look up a block table for `tables`.
+    /// Writes the data of sequences that changed since the last run to the device. Returns true if kernels
+    /// then look up a block table for `tables`.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     fn write_sequences(
         &self,
         device: &Self::Device,
@@ -81,7 +82,7 @@ pub trait Engine {
     /// Launches a run over tensors that were checked against the problem.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     fn run(
         &self,
         device: &Self::Device,
@@ -90,7 +91,8 @@ pub trait Engine {
         outputs: &mut GpuOutputs<'_, MemoryOf<Self>>,
     ) -> Result<(), Self::Error>;
 
-    /// Whether the engine has learned from an error of a run, so that the problem planned anew may run.
+    /// Returns true if the engine has learned from an error of a run, so that the problem, planned anew, may
+    /// run.
     fn learn(&mut self, _plan: &Self::Plan, _error: &Self::Error) -> bool {
         false
     }

@@ -1,9 +1,9 @@
-//! What the planner asks a device for.
+//! Facts of a device that the planner needs.
 
-/// What the planner knows of a device, whoever made it.
+/// The facts that the planner needs about a GPU of any vendor.
 ///
-/// Shared memory is what Metal calls threadgroup memory. Registers that a vendor does not publish are estimates: they decide how many
-/// threadgroups a launch has, not whether the launch is possible.
+/// Shared memory is threadgroup memory in Metal's words. Registers that a vendor does not publish are
+/// estimates: they decide how many threadgroups a launch has, not whether the launch is possible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct GpuFacts {
@@ -35,10 +35,11 @@ pub struct GpuFacts {
 }
 
 impl GpuFacts {
-    /// The same device for a pipeline whose threadgroups may have `threads` threads.
+    /// The facts for a pipeline whose threadgroups may have at most `threads` threads.
     ///
-    /// Metal answers `maxTotalThreadsPerThreadgroup` once a pipeline is compiled: on Apple7 and Apple8 it falls as the pipeline's
-    /// registers grow. Where it is below the threads of a plan's tile, a plan of these facts has a smaller one.
+    /// Metal reports `maxTotalThreadsPerThreadgroup` once a pipeline is compiled: on Apple7 and Apple8 it
+    /// falls as the pipeline's registers grow. Where it is below the threads of a plan's tile, a plan of
+    /// these facts has a smaller tile.
     #[must_use]
     pub const fn with_threads_per_group(self, threads: usize) -> Self {
         Self { threads_per_group: threads, ..self }

@@ -27,13 +27,13 @@ pub struct Strides {
     pub v: [usize; 3],
     /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
     pub aligned: usize,
-    /// Whether a sequence's entries in the table are a ring, so that block numbers wrap around.
+    /// True if a sequence's entries in the table are a ring, so that block numbers wrap around.
     pub ring: bool,
     /// Tokens of a page and entries of a sequence in the table; `None` where keys are contiguous or each sequence is a single page.
     pub pages: Option<[usize; 2]>,
     /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
     pub rows: usize,
-    /// Sequence, head, query and key; 0 what a mask does not divide.
+    /// Strides of the mask over sequence, head, query and key; 0 along an axis where the mask is broadcast.
     pub mask: [usize; 4],
     /// 0 f32, 1 f16, 2 bf16, 3 bool.
     pub mask_kind: u32,
@@ -51,7 +51,7 @@ pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
     problem.sequences().iter().enumerate().flat_map(one).collect()
 }
 
-/// What a problem launches, wherever its tensors lie.
+/// The launches of a problem, wherever its tensors lie.
 #[derive(Debug, Clone)]
 pub struct Launches {
     /// Type of q.
@@ -105,7 +105,7 @@ struct RowFormats {
     value_dim: usize,
 }
 
-/// What the problem has, as `#[constant]` parameters of the kernels say.
+/// Features of the problem that are `#[constant]` parameters of the kernels.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Features {
     pub(crate) has_softcap: bool,
@@ -296,7 +296,7 @@ impl Launches {
         all
     }
 
-    /// The same with native code, where `find` knows some.
+    /// Replaces the instances by native code. Returns `None` if `find` has none for one of them.
     pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
         let attend = self.kernels.attend.instance_mut();
         *attend = find(attend)?;

@@ -19,7 +19,7 @@ use crate::facts::GpuFacts;
 
 const KIB: usize = 1024;
 
-/// What the chips have in common.
+/// The facts that the chips have in common.
 const APPLE: GpuFacts = GpuFacts {
     cores: 0,
     simds_per_core: 3072 / 32,

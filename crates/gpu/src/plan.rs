@@ -30,7 +30,7 @@ pub struct Regions {
     pub updated: usize,
     /// Zeros, in the place of tensors that a problem lacks.
     pub zeros: usize,
-    /// What rotations of keys and of values look up.
+    /// Factors that the rotations of keys and of values look up.
     pub factors: [usize; 2],
     /// Codebooks.
     pub codebooks: usize,
@@ -40,13 +40,13 @@ pub struct Regions {
     pub partial_out: usize,
     /// Row maxima and row sums.
     pub partial_max_sum: usize,
-    /// What a run writes and nobody reads.
+    /// Outputs that a run writes and nobody reads.
     pub unwanted: usize,
     /// Bytes of all of them.
     pub len: usize,
 }
 
-/// What runs of a problem launch on a device, and what memory they need.
+/// The launches of a problem on a device, and the memory that they need.
 #[derive(Debug, Clone)]
 pub struct Plan {
     problem: Problem,
@@ -105,7 +105,8 @@ impl Plan {
         Ok(Self { problem: problem.clone(), launches, tables, tile, regions })
     }
 
-    /// The same with native code, where `find` knows some for all its kernels: for devices that run nothing else.
+    /// Replaces the instances by native code, for devices that run nothing else. Returns `None` if `find` has
+    /// none for one of them.
     #[must_use]
     pub fn with_native(self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
         Some(Self { launches: self.launches.with_native(find)?, ..self })
@@ -117,7 +118,7 @@ impl Plan {
         &self.problem
     }
 
-    /// What runs launch.
+    /// The launches of a run.
     #[must_use]
     pub const fn launches(&self) -> &Launches {
         &self.launches
@@ -141,13 +142,14 @@ impl Plan {
         groups(self.launches.shape())
     }
 
-    /// What kernels look up for the codecs of the problem.
+    /// Tables that kernels look up for the codecs of the problem.
     #[must_use]
     pub const fn tables(&self) -> &Tables {
         &self.tables
     }
 
-    /// Numbers of the sequences. Those of a cache have one page each, `pages`, or that is empty.
+    /// Numbers of the sequences, as kernels read them. `pages` has the page of each sequence where every
+    /// sequence of a cache has one page; otherwise it is empty.
     pub(crate) fn sequences(&self, pages: &[u32]) -> Vec<i32> {
         let batch = |index: usize| self.problem.sequences()[index].batch;
         sequences(&self.problem, |index| pages.get(index).map_or_else(|| batch(index), |page| *page as usize))
@@ -168,7 +170,7 @@ impl Plan {
         bytes
     }
 
-    /// Those of them that change with the lengths of sequences.
+    /// The first bytes of [`Plan::written`], which change with the lengths of sequences.
     #[must_use]
     pub fn updated(&self) -> Vec<u8> {
         let mut bytes = vec![0u8; self.regions.updated];
@@ -193,7 +195,7 @@ impl Plan {
 }
 
 impl PartialEq for Plan {
-    /// What is launched follows from the problem and the rest.
+    /// Compares tile, shape and regions. The other fields follow from these and the problem.
     fn eq(&self, other: &Self) -> bool {
         let all = |of: &Self| (of.tile, *of.launches.shape(), of.regions);
         all(self) == all(other)
@@ -201,7 +203,8 @@ impl PartialEq for Plan {
 }
 
 impl std::fmt::Display for Plan {
-    /// What follows the kernel's name: tile, threadgroups of the first kernel, splits, bytes of scratch memory.
+    /// Prints tile, threadgroups of the first kernel, splits, and bytes of scratch memory, which follow the
+    /// kernel's name in the line of a plan.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (tile, groups, splits) = (&self.tile, self.groups(), self.splits());
         write!(f, "tile {}x{} groups {groups} splits {splits} + ", tile.rows(), tile.keys())?;
@@ -209,7 +212,7 @@ impl std::fmt::Display for Plan {
     }
 }
 
-/// Whether a device can have the threadgroups of every launch.
+/// Checks that a device can run the threadgroups of every launch.
 fn fits(launches: &Launches, facts: &GpuFacts) -> Result<(), Unsupported> {
     for instance in launches.instances() {
         let (needed, available) = (instance.threads().most() as usize, facts.threads_per_group);

@@ -16,11 +16,11 @@ pub struct PortableKernel {
     backend: &'static str,
     variant: Variant,
     tile: PortableTile,
-    /// Whether keys lie in pages.
+    /// True if keys lie in pages.
     paged: bool,
-    /// Whether scores are modified: softcap, ALiBi, a tree mask, a mask.
+    /// True if scores are modified: softcap, ALiBi, a tree mask, a mask.
     has_bias: bool,
-    /// Whether there is a materialised mask.
+    /// True if there is a materialised mask.
     has_mask: bool,
 }
 
@@ -40,7 +40,7 @@ impl PortableKernel {
         }
     }
 
-    /// Whether keys lie in pages.
+    /// Returns true if keys lie in pages.
     #[must_use]
     pub const fn is_paged(&self) -> bool {
         self.paged

@@ -33,7 +33,7 @@ impl<M> Workspace<M> {
     /// [`Plan::regions`], and the type and number of its elements.
     ///
     /// # Errors
-    /// Those of `region`.
+    /// The errors of `region`.
     pub fn new<E>(
         plan: &Plan,
         mut region: impl FnMut(usize, ScalarType, usize) -> Result<M, E>,
@@ -216,7 +216,7 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
     match &launches.kernels().attend {
         Attending::Prefill(instance) => {
             let (output, out, lse) = (params, out.reborrow(), lse.reborrow());
-            // What splits do not end, `merge` does.
+            // With splits, `merge` adds the sinks and writes the logsumexps.
             let (has_sinks, with_lse) = (has_sinks && !is_split, with_lse && !is_split);
             attend!(prefill { k_factors, v_factors, sinks, output, out, lse, has_sinks, with_lse, is_split })
                 .launch_instance(device, instance)

@@ -35,7 +35,7 @@ pub struct Session<E: Engine> {
 struct Kept<E: Engine> {
     prepared: E::Prepared,
     tables: Tables<MemoryOf<E>>,
-    /// Whether a graph refers to the plan.
+    /// True if a graph refers to the plan.
     captured: bool,
 }
 
@@ -154,7 +154,7 @@ impl<E: Engine> Session<E> {
     /// Prepares a plan of the caller's, with another tile say, which calls of its description then run.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     pub fn keep_plan(&mut self, plan: E::Plan) -> Result<(), E::Error> {
         let desc = E::problem(&plan).desc().clone();
         self.plans.retain(|kept| kept.captured || *kept.problem().desc() != desc);
@@ -240,7 +240,7 @@ impl<E: Engine> Session<E> {
         self.plans.retain(|kept| kept.captured);
     }
 
-    /// Whether a graph has captured a call of the session.
+    /// Returns true if a graph has captured a call of the session.
     #[must_use]
     pub fn is_captured(&self) -> bool {
         self.plans.iter().any(|kept| kept.captured)

@@ -1,9 +1,10 @@
 //! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
-//! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles
-//! of rows. Where tiles are few, the keys of a tile are cut into splits, each of which stores a partial result, and a
-//! second kernel merges the partial results of a row in order. Where there are many rows and tiles, a tile has all keys of its rows, and
-//! one kernel does everything. The same plan gives the same bits.
+//! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut
+//! into tiles of rows. Where tiles are few, the keys of a tile are cut into splits, each of which stores a
+//! partial result, and a second kernel merges the partial results of a row in order. Where there are many
+//! rows and tiles, a tile has all keys of its rows, and one kernel does everything. Equal plans give equal
+//! bits.
 
 use crate::tile::Tiling;
 use flashtile_core::plan::Unsupported;
@@ -21,7 +22,7 @@ pub struct Shape {
     pub rows: [u32; 3],
     /// Tiles of rows of a key/value head.
     pub(crate) tiles: u32,
-    /// What partial outputs are divided by: the SIMD groups of a threadgroup of `decode`, 1 of `prefill`.
+    /// The divisor of partial outputs: the SIMD groups of a threadgroup for `decode`, 1 for `prefill`.
     pub(crate) simds: u32,
     /// f32 of the partial outputs, and of their `(row_max, row_sum)` pairs with, for ALiBi, a shift of each row behind them.
     pub scratch: [usize; 2],

@@ -55,7 +55,7 @@ pub struct GpuKv<'a, M> {
 pub struct GpuMask<'a, M> {
     /// The bytes, u8.
     pub bytes: View<'a, M>,
-    /// What an element is.
+    /// The type of an element.
     pub kind: MaskKind,
     /// `[sequences, heads, queries, keys]`.
     pub shape: [usize; 4],
@@ -73,7 +73,7 @@ pub struct GpuTables<'a, M> {
     pub width: usize,
     /// Tokens of a page.
     pub page_size: usize,
-    /// Whether a sequence's entries are a ring, so that block numbers wrap around.
+    /// True if a sequence's entries are a ring, so that block numbers wrap around.
     pub wraps: bool,
 }
 
@@ -193,7 +193,7 @@ impl<'a, M> GpuKv<'a, M> {
         Self { bytes, codec, shape, strides: [page, head, 0], means: None }
     }
 
-    /// The same keys centered: the means `[heads, dim]`, f32, are added to every row.
+    /// Sets the means of centered keys, `[heads, dim]`, f32, which are added to every row.
     #[must_use]
     pub const fn centered(mut self, means: View<'a, M>) -> Self {
         self.means = Some(means);

@@ -46,9 +46,9 @@ pub struct PortableTile {
     resident: usize,
     /// Copies of the table by which `tq4` is decoded; 0 where they are as few as need be.
     copies: usize,
-    /// Whether the kernel is `prefill`, which keeps its rows and streams their keys.
+    /// True if the kernel is `prefill`, which keeps its rows and streams their keys.
     is_prefill: bool,
-    /// Whether keys and values of prefill take the same shared memory in turn.
+    /// True if keys and values of prefill take the same shared memory in turn.
     one_block: bool,
 }
 
@@ -197,7 +197,8 @@ impl PortableTile {
         self.resident
     }
 
-    /// Whether the kernel is `prefill`, which keeps its rows and streams their keys. Otherwise it is `decode`, whose SIMD groups divide keys.
+    /// Returns true if the kernel is `prefill`, which keeps its rows and streams their keys. Otherwise it is
+    /// `decode`, whose SIMD groups divide keys.
     #[must_use]
     pub const fn is_prefill(&self) -> bool {
         self.is_prefill
@@ -383,7 +384,7 @@ impl PortableTile {
         })
     }
 
-    /// Whether a device has the threads, the shared memory and the registers of a tile of prefill.
+    /// Returns true if a device has the threads, the shared memory and the registers of a tile of prefill.
     fn is_held(&self, variant: &Variant, facts: &GpuFacts) -> bool {
         self.team <= self.simds
             && self.simds <= facts.max_simds()
@@ -392,7 +393,8 @@ impl PortableTile {
             && self.shared_of(variant) <= facts.shared_per_group
     }
 
-    /// The same, with as many threadgroups a core as it holds.
+    /// Sets the threadgroups that a core holds at a time, from the registers and the shared memory of the
+    /// tile.
     fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
         let registers = self.registers(problem, facts) * self.threads();
         let shared = self.shared_of(&Variant::of(problem));
@@ -400,8 +402,8 @@ impl PortableTile {
         self
     }
 
-    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes; where a device has fewer, all
-    /// that a thread can have.
+    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes;
+    /// at most as many as the device gives a thread.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         if self.is_prefill {
             return self.registers_of_prefill(facts);
@@ -420,7 +422,7 @@ impl PortableTile {
         registers.min(facts.registers_per_thread)
     }
 
-    /// The same where keys and values are elements, for at most four SIMD groups.
+    /// [`Self::registers`] of decode where keys and values are elements, for at most four SIMD groups.
     fn registers_of_elements(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         let shuffled = problem.dtype() == Dtype::BF16 && !facts.multiplies_bf16;
         match (self.rows, words(problem)) {
@@ -432,7 +434,7 @@ impl PortableTile {
         }
     }
 
-    /// The same where keys or values are codes, which become f16 in registers.
+    /// [`Self::registers`] of decode where keys or values are codes, which become f16 in registers.
     fn registers_of_codes(&self, problem: &Problem) -> usize {
         let simple = [problem.k_codec(), problem.v_codec()]
             .into_iter()
@@ -445,7 +447,8 @@ impl PortableTile {
         }
     }
 
-    /// The same of prefill: as many as `resident` threadgroups leave, in steps of 8.
+    /// [`Self::registers`] of prefill: the registers of a core over the threads of `resident` threadgroups,
+    /// in steps of 8.
     fn registers_of_prefill(&self, facts: &GpuFacts) -> usize {
         (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(facts.registers_per_thread)
     }
@@ -517,14 +520,15 @@ fn dim(problem: &Problem) -> usize {
     padded(problem.dims().head_dim.max(problem.dims().value_dim) as u32) as usize
 }
 
-/// Whether the halves of a key or a value have norms of their own.
+/// Returns true if the halves of a key or a value have norms of their own.
 fn has_halves(problem: &Problem) -> bool {
     let [head_dim, value_dim] = row_dims(problem).map(|dim| dim as u32);
     has_half_norms(format_id(problem.k_codec()), head_dim)
         || has_half_norms(format_id(problem.v_codec()), value_dim)
 }
 
-/// Whether keys and values can take the same shared memory in turn. Keys of mlx-native have a second block.
+/// Returns true if keys and values can take the same shared memory in turn. Keys of mlx-native have a second
+/// block.
 fn are_alike(variant: &Variant) -> bool {
     let formats = [variant.k_codec, variant.v_codec].map(format_id);
     let [of_keys, of_values] = formats.map(|format| product_type(scalar_type(variant.dtype), format));
@@ -548,7 +552,7 @@ fn decode_rows(problem: &Problem) -> usize {
     if fits_16_rows(problem) { 16 } else { 8 }
 }
 
-/// Whether registers hold what 16 rows share.
+/// Returns true if registers hold the operands that 16 rows share.
 fn fits_16_rows(problem: &Problem) -> bool {
     if problem.is_quantized() { dim(problem) <= 64 } else { words(problem) <= 128 }
 }

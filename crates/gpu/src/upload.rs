@@ -71,8 +71,8 @@ struct Mask<M> {
 pub struct Placement {
     /// Pages of codes start at multiples of this many bytes; 1 places them one right after another.
     pub page_align: usize,
-    /// Whether tensors and masks keep their own strides: gaps between elements are of NaN then. Otherwise tensors without gaps keep their
-    /// strides, and others become dense.
+    /// True if tensors and masks keep their own strides: gaps between elements then hold NaN. Otherwise
+    /// tensors without gaps keep their strides, and others become dense.
     pub own_strides: bool,
 }
 
@@ -205,7 +205,7 @@ impl<M: DeviceMemory> Uploaded<M> {
     /// Copies of tensors, without block tables. The tensors have been read when this returns.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     pub fn new<D: HostAccess<Memory = M>>(device: &D, inputs: &Inputs<'_>) -> Result<Self, D::Error> {
         Self::placed(device, inputs, Placement::default())
     }
@@ -240,7 +240,7 @@ impl<M: DeviceMemory> Uploaded<M> {
     /// Copies block tables too, which are of the pages of these keys; over those before where they have the same size.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     pub fn upload_tables<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
@@ -296,7 +296,7 @@ impl<M: DeviceMemory> Results<M> {
     /// Memory for what a run writes to these outputs.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     pub fn new<D: HostAccess<Memory = M>>(device: &D, outputs: &Outputs<'_>) -> Result<Self, D::Error> {
         Self::placed(device, outputs, Placement::default())
     }
@@ -349,7 +349,7 @@ impl<M: DeviceMemory> Results<M> {
     /// Copies the results to outputs of the same dtype, shape and lists, of any strides, after the work has ended.
     ///
     /// # Errors
-    /// What the device reports, also of work that failed.
+    /// The error that the device reports, also for earlier work that failed.
     ///
     /// # Panics
     /// If dtype or shape differ from what [`Results::new`] was given.

@@ -12,7 +12,8 @@ use flashtile_kernel::{Generic, Instance, Kernel};
 /// Head dimensions that instances are listed for.
 pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
 
-/// What an instance of a kernel is for. Kernels look at what concerns them: [`VariantOption::of`].
+/// The options that an instance of a kernel is compiled for. A kernel depends on some of them:
+/// [`VariantOption::of`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Variant {
     /// Of q and out.
@@ -44,7 +45,7 @@ pub enum VariantOption {
 }
 
 impl VariantOption {
-    /// What tells the instances of a kernel apart.
+    /// The options by which the instances of a kernel differ.
     #[must_use]
     pub fn of(kernel: &Kernel) -> &'static [Self] {
         use VariantOption::{Dtype, HeadDim, KCodec, VCodec, ValueDim};
@@ -93,7 +94,7 @@ pub enum VariantError {
     Stored {
         /// The codec.
         codec: Codec,
-        /// Whether rows of the kernel are codes.
+        /// True if rows of the kernel are codes.
         codes: bool,
     },
     /// The kernel is not of this library.
@@ -143,7 +144,7 @@ impl std::fmt::Display for VariantError {
 impl std::error::Error for VariantError {}
 
 impl Variant {
-    /// What the kernels of a problem are for.
+    /// The variant of the kernels of a problem.
     #[must_use]
     pub fn of(problem: &Problem) -> Self {
         let dims = problem.dims();

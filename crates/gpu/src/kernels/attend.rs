@@ -31,8 +31,8 @@ pub struct Attend {
     pub page: u32,
     /// Multiplier and shift that divide a key by the tokens of a page: [`divisor`].
     pub page_divisor: [u32; 2],
-    /// The same for blocks and the entries of a sequence's line of the block table, where the line is a ring; otherwise a multiplier
-    /// of 0.
+    /// Multiplier and shift that divide a block by the entries of a sequence's line of the block table, where
+    /// the line is a ring; otherwise the multiplier is 0.
     pub ring_divisor: [u32; 2],
     /// Entries of a sequence's line of the block table.
     pub width: u32,

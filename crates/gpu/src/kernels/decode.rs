@@ -92,7 +92,7 @@ pub struct Pass<const T: usize> {
     pub keys: KeyRange,
     /// Tiles of the SIMD group.
     pub tiles: KeyTiles,
-    /// What the problem has.
+    /// Terms of the score that the problem has.
     pub has: Features,
 }
 
@@ -217,7 +217,7 @@ fn scores_of<
 struct Step {
     /// First key.
     base: u32,
-    /// Whether some row may not see some key.
+    /// True if some row may not see some key.
     partial: bool,
     /// Values of the head.
     v: KvHead,
@@ -349,7 +349,7 @@ fn attend_tiles<
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
 /// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
 ///
-/// What follows from them:
+/// Generics that follow from them:
 ///
 /// | generic | |
 /// |---|---|

@@ -436,11 +436,11 @@ struct Elements<'a, T: Element> {
     x: &'a Buffer<T>,
     /// Means `[heads, D]`.
     means: &'a Buffer<f32>,
-    /// Whether rows are stored without the mean of their head.
+    /// True if the mean of their head is subtracted from rows before they are stored.
     centered: bool,
 }
 
-/// Loads a row; whether a lane's own elements are finite.
+/// Loads a row. Returns true if the lane's own elements are finite.
 #[device]
 fn load_row<T: Element, const D: usize>(
     elements: Elements<T>,

@@ -44,42 +44,43 @@ pub const MLX8: u32 = 11;
 #[constant]
 pub const MLX8_PLAIN: u32 = 12;
 
-/// Whether rows are codes, which are multiplied as f16 and have a scale, rather than elements.
+/// Returns true if rows are codes, which are multiplied as f16 and have a scale, rather than elements.
 #[device]
 #[inline]
 pub const fn is_codes(format: u32) -> bool {
     format >= INT8
 }
 
-/// Whether rows are codes of mlx-native, whose codebooks are f32.
+/// Returns true if rows are codes of mlx-native, whose codebooks are f32.
 #[device]
 #[inline]
 pub const fn is_mlx(format: u32) -> bool {
     format >= MLX4
 }
 
-/// Whether rows are codes of `tq2` to `tq6`, which lie in bit planes.
+/// Returns true if rows are codes of `tq2` to `tq6`, which lie in bit planes.
 #[device]
 #[inline]
 pub const fn in_planes(format: u32) -> bool {
     format >= TQ2 && format <= TQ6
 }
 
-/// Whether rows are elements of 16 bits.
+/// Returns true if rows are elements of 16 bits.
 #[device]
 #[inline]
 pub const fn is_half(format: u32) -> bool {
     format == F16 || format == BF16
 }
 
-/// Whether a row may hold a NaN or an infinity: elements and e4m3, as other codes stand for finite values.
+/// Returns true if a row may hold a NaN or an infinity: elements and e4m3 may, other codes stand for finite
+/// values.
 #[device]
 #[inline]
 pub const fn may_be_nonfinite(format: u32) -> bool {
     !is_codes(format) || format == FP8
 }
 
-/// Whether rows are rotated before they are stored.
+/// Returns true if rows are rotated before they are stored.
 pub const fn is_rotated(format: u32) -> bool {
     is_codes(format) && format != FP8 && format != MLX8_PLAIN
 }
@@ -100,7 +101,7 @@ pub const fn hadamard_order(format: u32, dim: usize) -> u32 {
     if is_rotated(format) { rotation_order(dim) } else { 0 }
 }
 
-/// Whether each half of a row has a norm of its own: mlx-native at 512 coordinates.
+/// Returns true if each half of a row has a norm of its own: mlx-native at 512 coordinates.
 #[device]
 #[inline]
 pub const fn has_half_norms(format: u32, dim: u32) -> bool {

@@ -18,7 +18,7 @@ pub struct Merge {
     pub queries: u32,
     /// Partial results of a row.
     pub splits: u32,
-    /// What partial outputs are divided by: the SIMD groups whose outputs they are sums of.
+    /// The divisor of partial outputs: the number of SIMD groups whose outputs each of them sums.
     pub simds: u32,
 }
 
@@ -55,7 +55,7 @@ pub struct Merged {
     pub row_sum: f32,
     /// The score of the sink, `-inf` without one.
     pub sink: f32,
-    /// What was subtracted from the scores, in units of the score.
+    /// The shift that was subtracted from the scores, in units of the score.
     pub shift: f32,
 }
 
@@ -167,8 +167,8 @@ fn mean_of<const DV: usize>(
     }
     let mut mean = whole / row.row_sum * simds as f32;
     if mean.abs() >= f32::INFINITY || mean.is_nan() {
-        // Sums may overflow where their mean does not, and be NaN for an infinity whose factor underflows. What is infinite or NaN
-        // otherwise stays so.
+        // The sum may overflow where the mean does not, and it is NaN where the factor of an infinity
+        // underflows. Other infinities and NaN stay.
         let mut small = 0.0;
         for split in 0..partials.splits {
             let one = partials.max_sum[2 * (partials.first + split)];

@@ -4,8 +4,8 @@
 //! coordinates of one lane, and sixteen partial sums of an energy are two of each lane. A lane is also the trial `l` of
 //! the row's scale, so that no lane repeats what another computes.
 //!
-//! What depends on integers of 64 bits is computed in f32 first. Where that decides, within a bound on its error, the
-//! integers are not needed: for a few rows in a hundred they are.
+//! Decisions that depend on integers of 64 bits are first tried in f32. Where f32 decides, within a bound on
+//! its error, the integers are not computed: a few rows in a hundred need them.
 
 use super::formats::{TQ2, in_planes, is_codes, is_mlx, plane_bits, scale_bytes};
 use super::quantize::{FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
@@ -27,7 +27,7 @@ const ROUNDER: f32 = 12_582_912.0;
 #[constant]
 const MAGNITUDE_ROUNDER: f32 = 8_388_608.0;
 
-/// What finds half levels, and its bits: see [`entry_of`].
+/// The addend that rounds to half levels, and its bits: see [`entry_of`].
 #[constant]
 const BELOW_INTEGERS: f32 = 8_388_607.5;
 #[constant]
@@ -42,7 +42,7 @@ pub const ENTRIES: u32 = 256;
 #[constant]
 const DOUBT: f32 = 1.907_348_6e-6;
 
-/// Whether rows of a format and dimension are encoded in octets.
+/// Returns true if rows of a format and dimension are encoded in octets.
 #[device]
 #[inline]
 pub const fn in_octets(format: u32, dim: u32) -> bool {
@@ -133,7 +133,7 @@ fn octet_lane() -> u32 {
     simd_lane() & 24
 }
 
-/// Whether a row may be stored.
+/// The checks that a row must pass to be stored.
 #[device]
 pub struct OctetFit {
     /// Its norm is at most the largest one.
@@ -142,8 +142,8 @@ pub struct OctetFit {
     pub finite: bool,
 }
 
-/// Whether the energy of a row, as the host sums it up, is at most [`MAX_ENERGY`]: sixteen sums of every sixteenth
-/// square, added from the first to the last.
+/// Returns true if the energy of a row, summed as the host sums it, is at most [`MAX_ENERGY`]: sixteen sums
+/// of every sixteenth square, added from the first to the last.
 #[device]
 fn exact_fit<const N: usize>(x: [f32; N]) -> bool {
     let mut low = 0.0;
@@ -162,7 +162,7 @@ fn exact_fit<const N: usize>(x: [f32; N]) -> bool {
     sum <= MAX_ENERGY
 }
 
-/// Whether a row may be stored. A row that may not becomes a row of zeros.
+/// Checks that a row may be stored, and makes it a row of zeros if it may not.
 #[device]
 pub fn fit_octet<const N: usize>(x: &mut [f32; N]) -> OctetFit {
     let mut sum = 0.0;
@@ -321,9 +321,10 @@ pub fn unit_of(factor: u32) -> f32 {
 /// The entry of the tables for a coordinate `x` and a unit `u`: the number of half levels `floor(x u)`, plus 1; or 0 for
 /// less than one.
 ///
-/// One multiply-add rounds `x u - 1/2` to an integer, as the sum has no fraction. That is the floor, but where `x u` is
-/// whole and the sum in the middle between integers. There [`unit_of`] makes it a little more. What it adds is below
-/// 2^-15, and `x u` is a multiple of 2^-15 there, so that it reaches no other integer.
+/// One multiply-add rounds `x u - 1/2` to an integer, as the sum has no fraction. The integer is the floor,
+/// unless `x u` is whole and the sum is in the middle between integers. For those products [`unit_of`] makes
+/// `u` slightly larger: it adds less than 2^-15 to `x u`, which is a multiple of 2^-15 there, so it reaches
+/// no other integer.
 #[device]
 pub fn entry_of(x: f32, unit: f32) -> u32 {
     (x.abs().mul_add(unit, BELOW_INTEGERS).to_bits() - BELOW_INTEGERS_BITS).min(ENTRIES - 1)

@@ -243,7 +243,7 @@ pub fn transposed_pairs<
     transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles)
 }
 
-/// The same for any format: decodes both rows, then transposes.
+/// [`transposed_pairs`] for any format: decodes both rows, then transposes.
 #[device]
 fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
     from: [[u32; W]; 2],
@@ -265,7 +265,8 @@ fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     words
 }
 
-/// The same of `tq4`: nibbles of both rows become bytes of one coordinate.
+/// [`transposed_pairs`] for `tq4`: nibbles of both rows become bytes of one coordinate before they are
+/// decoded.
 #[device]
 fn transposed_nibbles<const W: usize, const P: usize>(
     from: [[u32; W]; 2],
@@ -286,7 +287,7 @@ fn transposed_nibbles<const W: usize, const P: usize>(
     words
 }
 
-/// The same of `int8` and e4m3: bytes of both rows are brought together before they are converted.
+/// [`transposed_pairs`] for `int8` and e4m3: bytes of both rows are brought together before they are decoded.
 #[device]
 fn transposed_bytes<const FORMAT: u32, const W: usize, const P: usize>(from: [[u32; W]; 2]) -> Transposed<P> {
     let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };

@@ -25,7 +25,7 @@ pub const MIN_MAGNITUDE: f32 = 1e-12;
 #[constant]
 pub const ONE: f32 = 32767.0;
 
-/// What makes integers of 8 bits of them.
+/// The factor from coordinates in fixed point to integers of 8 bits.
 #[constant]
 pub const TO_INTEGER: f32 = 127.0 / 32767.0;
 
@@ -111,7 +111,7 @@ pub fn narrowed(bits: u64) -> f32 {
     f32::from_bits((exponent << 23u32) + kept + select(up, 1u32, 0u32))
 }
 
-/// What the table of a format is multiplied by, 100 times.
+/// `100 F`, where `F` is the factor of a format's table of levels: see [`factor_of`].
 #[device]
 pub fn hundredfold(format: u32) -> u32 {
     if format == TQ2 {

@@ -13,7 +13,7 @@ use flashtile_kernel::prelude::*;
 #[constant]
 const MAX_ALIBI_SLOPE: f32 = 7.737_125_2e25;
 
-/// What scores are made of beside products.
+/// Terms of a score beside the product of query and key.
 #[device]
 pub struct Features {
     /// `softcap tanh(x / softcap)` of every product.
@@ -88,7 +88,8 @@ pub struct RowBound {
     pub slope: f32,
     /// Number of the row among the rows of all batch entries `[B, Sq, H]`.
     pub result: u32,
-    /// What ALiBi adds to every score of the row, in units of the score, for the distance from the row's position to `position`.
+    /// The term that ALiBi adds to every score of the row, in units of the score: for the distance from the
+    /// row's position to `position`.
     pub shift: f32,
     /// First element of the row in the mask.
     pub mask: u64,
@@ -273,11 +274,11 @@ pub struct QueryMemory<'a> {
     pub factors: &'a Buffer<f32>,
     /// Means of centered keys `[Hkv, D]`.
     pub means: &'a Buffer<f32>,
-    /// Whether keys are centered.
+    /// True if keys are centered.
     pub centered: bool,
 }
 
-/// What a query was divided by, and what is added to its products.
+/// The divisor of a prepared query, and the bias of its products.
 #[device]
 pub struct Prepared {
     /// A power of two.

@@ -1,8 +1,8 @@
 //! The rotation of the codecs: random signs, then a Hadamard transform, in place in threadgroup memory, by one SIMD group.
 //!
-//! A block of coordinates is `ORDER * run` long with a power of two for the run: butterflies inside runs, then Paley's matrix of order
-//! 12 or 20 across them. Rows of other lengths are blocks of powers of two, the largest first. What is added to what is the codecs' own
-//! order, so that encoded bytes are theirs.
+//! A block of coordinates is `ORDER * run` long, and the run is a power of two: butterflies inside runs, then
+//! Paley's matrix of order 12 or 20 across them. Rows of other lengths are blocks of powers of two, the
+//! largest first. Sums are added in the order of the codecs on the host, so that encoded bytes are equal.
 
 use super::formats::rotation_order;
 use flashtile_kernel::prelude::*;

@@ -29,7 +29,7 @@ pub struct Levels {
     pub copies: u32,
 }
 
-/// Whether rows of a format are gathered one coordinate at a time.
+/// Returns true if rows of a format are gathered one coordinate at a time.
 #[device]
 #[inline]
 pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
@@ -71,8 +71,8 @@ pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
     first_bytes(format, dim as u32) as usize / lanes / 4
 }
 
-/// What the addresses of a lane's words are multiples of, in bytes, where the memory of rows and the strides between
-/// them are multiples of `aligned`, a power of two.
+/// The alignment of a lane's words, in bytes, where the memory of rows and the strides between them are
+/// multiples of `aligned`, a power of two.
 #[device]
 #[inline]
 pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 {
@@ -458,7 +458,7 @@ pub fn e4m3(code: u32) -> f32 {
     256.0 * number[0]
 }
 
-/// Whether one of a lane's words of a row has a NaN or an infinity.
+/// Returns true if one of a lane's words of a row has a NaN or an infinity.
 #[device]
 pub fn has_nonfinite<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     words: [u32; W],

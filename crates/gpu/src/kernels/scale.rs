@@ -13,7 +13,7 @@ pub struct Scale {
     pub halves: [f32; 2],
 }
 
-/// What decoded codes are multiplied by, beside the scale of their row: levels are decoded to integers.
+/// The factor of decoded codes beside the scale of their row: levels are decoded to integers.
 #[device]
 pub fn code_unit(format: u32, dim: u32) -> f32 {
     if is_mlx(format) {

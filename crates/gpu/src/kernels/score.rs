@@ -14,7 +14,7 @@ pub const LN2: f32 = std::f32::consts::LN_2;
 /// their order alone decides the softmax.
 #[constant]
 pub const HUGE_BIAS: f32 = 8.507_059e37;
-/// What a bias beyond [`HUGE_BIAS`] counts, per unit.
+/// The factor of the part of a bias beyond [`HUGE_BIAS`], in place of `log2 e`.
 #[constant]
 pub const HUGE_RATE: f32 = 0.5;
 /// `HUGE_BIAS` in units of log2.

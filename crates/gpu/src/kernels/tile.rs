@@ -41,7 +41,7 @@ pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
     pub residual: [[Right<K>; N]; T],
     /// Factor of the products of a row.
     pub scale: [[f32; 2]; T],
-    /// What is added to the products of a row.
+    /// Bias of the products of a row.
     pub bias: [[f32; 2]; T],
 }
 
@@ -207,9 +207,9 @@ pub struct BiasMemory<'a> {
 /// How products become scores.
 #[device]
 pub struct Scoring {
-    /// What the problem has.
+    /// Terms of the score that the problem has.
     pub has: Features,
-    /// Whether some row may not see some key of the tile.
+    /// True if some row may not see some key of the tile.
     pub partial: bool,
     /// The first key that a tree mask is over.
     pub tree: i32,
@@ -299,7 +299,7 @@ pub fn mask_and_bias<const T: usize>(
 pub struct Accumulator<const N: usize, const T: usize> {
     /// Partial outputs `sum of p v`.
     pub out: [[[[f32; 2]; 2]; N]; T],
-    /// What the exponents of probabilities are relative to, within `2^SLACK` of the largest score.
+    /// The maximum that exponents of probabilities are relative to, within `2^SLACK` of the largest score.
     pub row_max: [[f32; 2]; T],
     /// Sums of the probabilities of a lane's own keys.
     pub row_sum: [[f32; 2]; T],
@@ -446,7 +446,7 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
     probs
 }
 
-/// Whether a value that the SIMD group has loaded is NaN or infinite.
+/// Returns true if a value that the SIMD group has loaded is NaN or infinite.
 #[device]
 pub fn any_nonfinite<const FORMAT: u32, const D: usize, const W: usize>(values: ValueWords<W>) -> bool {
     let mut found = false;
@@ -593,9 +593,9 @@ fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_
     bits
 }
 
-/// Whether the SIMD group has to compute its rows again, because partial outputs are infinite or NaN though probabilities are
-/// not. Empties the accumulator if so. Partial outputs of f16 cannot overflow, but are NaN for an infinite value whose probability
-/// underflows; partial outputs of codes are finite.
+/// Returns true if the SIMD group has to recompute its rows, because partial outputs are infinite or NaN
+/// though probabilities are not. Empties the accumulator if so. Partial outputs of f16 cannot overflow, but
+/// are NaN for an infinite value whose probability underflows; partial outputs of codes are finite.
 #[device]
 pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,

@@ -14,7 +14,7 @@ use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, ScalarType, Spa
 use std::cell::RefCell;
 use std::convert::Infallible;
 
-/// What was asked of the device.
+/// Calls that the device has recorded.
 #[derive(Debug, Default, Clone, PartialEq)]
 struct Record {
     launches: Vec<(String, [u32; 3])>,

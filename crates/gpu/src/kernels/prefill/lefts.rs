@@ -21,7 +21,7 @@ pub struct Queries<K: Element, const N: usize, const M: usize> {
     pub bias: [[f32; 2]; M],
 }
 
-/// Whether queries are multiplied as they are in memory.
+/// Returns true if queries are multiplied as they are in memory.
 #[device]
 #[inline]
 fn is_direct<const FORMAT: u32, const D: usize, const P: usize>(centered: bool) -> bool {

@@ -82,7 +82,7 @@ use flashtile_kernel::prelude::*;
 /// | `R` | threadgroups that a core is to hold at a time |
 /// | `B` | blocks in threadgroup memory: 2, or 1 that keys and values take in turn |
 ///
-/// What follows from them:
+/// Generics that follow from them:
 ///
 /// | generic | |
 /// |---|---|

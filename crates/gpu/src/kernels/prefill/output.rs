@@ -1,4 +1,5 @@
-//! What a threadgroup writes: outputs and logsumexps of its rows, or partial results where keys are split.
+//! The epilogue of a threadgroup: it writes outputs and logsumexps of its rows, or partial results where keys
+//! are split.
 
 use super::block::column_coordinate;
 use super::lefts::staged_start;
@@ -36,10 +37,10 @@ fn overflowed_rows<const N: usize, const M: usize>(
     bits
 }
 
-/// Whether the threadgroup has to compute its rows again, because outputs of some of them are infinite or NaN though probabilities
-/// are not. Empties the accumulator if so. Outputs of f16 cannot overflow, but are NaN for an infinite value whose probability underflows;
-/// outputs of codes are finite. The SIMD groups of a team agree on the rows:
-/// `flags` has a word for each thread, from the second on.
+/// Returns true if the threadgroup has to recompute its rows, because outputs of some of them are infinite or
+/// NaN though probabilities are not. Empties the accumulator if so. Outputs of f16 cannot overflow, but are
+/// NaN for an infinite value whose probability underflows; outputs of codes are finite. The SIMD groups of a
+/// team agree on the rows: `flags` has a word for each thread, from the second on.
 #[device]
 pub fn starts_second_pass<
     const FORMAT: u32,
@@ -150,7 +151,7 @@ fn normalizer(row: Merged) -> f32 {
 fn mean_of(x: f32, factor: f32) -> f32 {
     let mut mean = x * factor;
     if !mean.is_finite() {
-        // The product may overflow where the mean does not. What is infinite or NaN stays so.
+        // The product may overflow where the mean does not. A mean that is infinite or NaN stays so.
         let small = weighed(factor * SHRINK, x);
         mean = small * (1.0 / SHRINK);
         if small.is_finite() {

@@ -85,7 +85,7 @@ pub struct PrefillPass<const M: usize> {
     pub first: u32,
     /// First key behind the last visible one of the split.
     pub end: u32,
-    /// What the problem has.
+    /// Terms of the score that the problem has.
     pub has: Features,
 }
 
@@ -166,9 +166,9 @@ pub struct BlockStep {
     pub end: u32,
     /// First key of the block that follows: after the last one, of the first, as a second pass may follow.
     pub next: u32,
-    /// Whether some row of the team may not see some key.
+    /// True if some row of the team may not see some key.
     pub partial: bool,
-    /// Whether some row of the threadgroup may not.
+    /// True if some row of the threadgroup may not see some key.
     pub any_partial: bool,
 }
 
@@ -188,19 +188,19 @@ pub fn step_of<const M: usize, const U: usize>(pass: PrefillPass<M>, first: u32)
     step
 }
 
-/// What makes probabilities of the products of a block.
+/// A block whose products become probabilities.
 #[device]
 pub struct ScoredBlock<'a, const M: usize> {
     /// The pass.
     pub pass: PrefillPass<M>,
     /// The block.
     pub step: BlockStep,
-    /// What changes scores.
+    /// Masks and ALiBi slopes.
     pub memory: BiasMemory<'a>,
-    /// Whether keys are centered.
+    /// True if keys are centered.
     pub centered: bool,
     /// First column of the SIMD group's part of the values.
     pub column: u32,
-    /// Whether some value of the block was flagged as not finite, once the values have arrived.
+    /// True if a value of the block was flagged as not finite; known once the values have arrived.
     pub has_nonfinite: bool,
 }

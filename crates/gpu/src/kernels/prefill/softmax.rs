@@ -150,12 +150,12 @@ pub fn products_of<
     sum_parts::<M, F, W>(scaled, exchange)
 }
 
-/// What makes scores of the products of a lane's rows.
+/// Terms that make scores of the products of a lane's rows.
 #[device]
 struct RowTerms<const M: usize> {
     /// Factor of the products.
     scale: [[f32; 2]; M],
-    /// What is added to the scaled products.
+    /// Bias of the scaled products.
     bias: [[f32; 2]; M],
     /// Keys that the rows see.
     rows: [[RowBound; 2]; M],

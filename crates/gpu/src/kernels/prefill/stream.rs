@@ -87,7 +87,7 @@ pub struct ValueBlock<'a, const L: usize, const R: usize> {
     pub words: BlockWords<L, R>,
     /// How they become values.
     pub codes: Codes<'a>,
-    /// Whether values that are not finite are flagged.
+    /// True if values that are not finite are flagged.
     pub finds_nonfinite: bool,
 }
 
