@@ -1,4 +1,4 @@
-//! What can go wrong on a device.
+//! Errors of the CUDA backend.
 
 use flashtile_core::cache::CacheError;
 use flashtile_core::dtype::Dtype;
@@ -16,7 +16,8 @@ use flashtile_kernel::cuda::cudarc::driver::DriverError;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The driver, the compiler or the folder of compiled kernels: what the machine lacks or what failed there.
+    /// A failure of the driver, the compiler or the folder of compiled kernels, or a part that the machine
+    /// lacks.
     Device(DeviceError),
     /// The problem is not well formed.
     Problem(ProblemError),
@@ -42,7 +43,7 @@ pub enum CudaError {
     },
     /// A plan of another shape than the one that scratch memory was prepared for.
     Update {
-        /// What differs.
+        /// The difference between the plans.
         what: String,
     },
     /// A plan was made for a device of another kind.

@@ -1,4 +1,4 @@
-//! What a device can do at best, measured: the two limits that kernels are held against.
+//! The measured limits of a device, against which kernels are compared: memory bandwidth and matrix products.
 
 #![allow(unsafe_code)]
 
@@ -39,7 +39,7 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
     Ok(bytes as f64 / seconds)
 }
 
-/// What multiplies in a measurement of [`matrix_peak`].
+/// The unit that computes the products of [`matrix_peak`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProductUnit {
@@ -57,7 +57,7 @@ pub enum ProductUnit {
 pub struct MatrixPeak {
     /// Operations a second, two for each multiply-add.
     pub rate: f64,
-    /// What multiplies.
+    /// The unit that computes the products.
     pub unit: ProductUnit,
 }
 

@@ -57,7 +57,7 @@ impl NativeFunctions {
     }
 }
 
-/// What is written to scratch memory before the first run: work tiles, and counters of zero.
+/// The bytes that are written to scratch memory before the first run: work tiles, and counters of zero.
 pub(super) fn schedule_bytes(plan: &NativePlan) -> Vec<u8> {
     let regions = plan.regions();
     let mut bytes = vec![0u8; regions.written];
@@ -93,7 +93,8 @@ struct Tensors {
 }
 
 impl Tensors {
-    /// What a kernel for compute capability 9.0 copies by TMA; none where the tensors do not allow it.
+    /// Parameters of a kernel for compute capability 9.0 that copies by TMA; `None` where the tensors do not
+    /// allow TMA.
     fn prefill_params(
         &self,
         kernel: &Sm90Kernel,

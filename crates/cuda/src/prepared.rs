@@ -22,7 +22,7 @@ pub struct Prepared {
     gpu: Gpu,
     plan: CudaPlan,
     loaded: Loaded,
-    /// What every run needs beside its tensors.
+    /// The memory that every run needs beside its tensors.
     scratch: Memory,
 }
 
@@ -34,8 +34,8 @@ enum Loaded {
 }
 
 impl Cuda {
-    /// What runs of a plan need: its kernels loaded, its schedule in device memory, room for partial results. Allocates
-    /// [`CudaPlan::workspace_bytes`] on the device and copies the schedule there on the stream.
+    /// Prepares a plan for its runs: loads its kernels, copies its schedule to the device on the stream, and
+    /// allocates [`CudaPlan::workspace_bytes`] there, partial results included.
     ///
     /// # Errors
     /// [`CudaError::OtherDevice`] or [`CudaError::Device`].

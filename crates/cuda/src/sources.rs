@@ -138,7 +138,7 @@ impl Access {
     }
 }
 
-/// What a kernel does to scores, in C++.
+/// The C++ struct `Scoring`, which says how a kernel changes scores.
 fn scoring(has_bias: bool, has_mask: bool) -> String {
     format!(
         "struct Scoring {{\n    static constexpr bool HAS_BIAS = {has_bias}, HAS_MASK = {has_mask};\n}};\n"
@@ -228,7 +228,7 @@ impl Source {
         Self { name: "cuda-sm90-limits".to_owned(), family: Family::Sm90Limits, constants: products }
     }
 
-    /// What the compiler is given.
+    /// The program for the compiler.
     pub(super) fn program(&self) -> Program {
         let structs = self.family.structs();
         let sources: Vec<&str> =
@@ -563,7 +563,7 @@ mod tests {
                     }
                 }
             }
-            // What measurements on such a device need.
+            // Measurements on such a device need this program.
             wanted.push((target.clone(), Source::limits().program(), 255));
         }
         println!("{} programs", wanted.len());

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_cons
 
 extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>((float*)p.sink, p.rounds); }
 
-// The same for f32: three products of tf32 for each, as the kernels compute them.
+// `products` for f32: three products of tf32 for each, as the kernels compute them.
 extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
     float c[8][4] = {};
     u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;

@@ -45,13 +45,14 @@ impl CudaPlan {
     /// dtype; over other elements and over codes the portable ones run.
     ///
     /// # Errors
-    /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
-    /// [`Unsupported::Device`] for facts without multiprocessors;
-    /// [`Unsupported::Codec`] where it asks for them over codes;
-    /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
-    /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more work tiles than a
-    /// plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable. Portable kernels also refuse by
-    /// [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
+    /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks
+    /// for native kernels; [`Unsupported::Device`] for facts without multiprocessors; [`Unsupported::Codec`]
+    /// where the option asks for native kernels and keys or values are codes; [`Unsupported::SharedMemory`]
+    /// where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
+    /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into
+    /// more work tiles than a plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable.
+    /// Portable kernels also refuse by [`Unsupported::Position`], [`Unsupported::Size`] and
+    /// [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let portable = Self::takes_portable(problem, facts, options)?;
         let engine = if portable {
@@ -62,13 +63,14 @@ impl CudaPlan {
         Ok(Self { problem: problem.clone(), options, engine })
     }
 
-    /// The same with a tile of the caller's for all launches: to measure what another one would give. All launches are of kernels of the
-    /// tile's kind, with a portable tile whatever the options ask for.
+    /// [`CudaPlan::new`] with a tile that the caller chooses for all launches, to measure tiles that the
+    /// planner does not take. All kernels are of the tile's kind; a portable tile gives portable kernels,
+    /// whatever the options ask for.
     ///
     /// # Errors
-    /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device, [`Unsupported::Tile`] where no kernel
-    /// has it, where it is for native kernels and portable ones would run, or where kernels of its kind do not compute the problem on
-    /// the device.
+    /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device,
+    /// [`Unsupported::Tile`] where no kernel has the tile, where it is for native kernels and portable ones
+    /// would run, or where kernels of its kind do not compute the problem on the device.
     pub fn with_tile(
         problem: &Problem,
         facts: &CudaFacts,
@@ -94,8 +96,8 @@ impl CudaPlan {
         Ok(Self { problem: problem.clone(), options, engine })
     }
 
-    /// Whether portable kernels run where the caller gives no tile: where there are no native ones for the device or for what keys and
-    /// values are stored in, or where they are asked for.
+    /// Returns true if portable kernels run where the caller gives no tile: there are no native ones for the
+    /// device or for the codecs of keys and values, or the options ask for portable ones.
     fn takes_portable(
         problem: &Problem,
         facts: &CudaFacts,

@@ -1,6 +1,6 @@
-//! What the planner knows of a CUDA device.
+//! Facts of a CUDA device that the planner needs.
 
-/// What the planner knows of a CUDA device.
+/// The facts that the planner needs about a CUDA device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct CudaFacts {

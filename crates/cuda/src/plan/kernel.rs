@@ -17,7 +17,7 @@ pub enum CudaKernel {
 }
 
 impl CudaKernel {
-    /// Whether it is of the kernel language.
+    /// Returns true if the kernel is written in the kernel language.
     #[must_use]
     pub const fn is_portable(&self) -> bool {
         match self {
@@ -151,7 +151,7 @@ impl CudaTile {
         }
     }
 
-    /// Whether the warps of a block divide its keys, and not its rows.
+    /// Returns true if the warps of a block divide its keys, and not its rows.
     #[must_use]
     pub const fn warps_split_keys(&self) -> bool {
         match self {

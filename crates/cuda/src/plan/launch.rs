@@ -50,8 +50,8 @@ pub(crate) struct Launch<K> {
     pub(crate) splits: usize,
     /// The most blocks of keys of a tile.
     pub(crate) max_blocks: usize,
-    /// What is launched and reserved: enough for other lengths of the same sequences too, where blocks of threads share
-    /// tiles.
+    /// The blocks that are launched and the memory that is reserved: enough for other lengths of the same
+    /// sequences too, where blocks of threads share tiles.
     pub(crate) capacity: Capacity,
 }
 

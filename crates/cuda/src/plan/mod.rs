@@ -1,11 +1,12 @@
 //! Plans of the CUDA backend.
 //!
-//! Query rows of one key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles. A work tile is
-//! a tile and a range of the keys that its rows see; a block of threads computes work tiles one after another. Where there are
-//! enough tiles to fill the device, each is one work tile, longest first among heads whose keys fit its second-level cache.
-//! Otherwise the keys of all tiles, laid end to end, are cut into ranges of equal time, one for each block of threads that the device
-//! holds at a time; the block that ends a tile last merges its splits, in the order of the keys. The same plan gives the same
-//! bits. `schedule`, `launch` and `work_tile` hold this for native kernels of any architecture.
+//! Query rows of one key/value head are (position, head of the GQA group) pairs ordered by position, cut into
+//! tiles. A work tile is a tile and a range of the keys that its rows see; a block of threads computes work
+//! tiles one after another. Where there are enough tiles to fill the device, each is one work tile, longest
+//! first among heads whose keys fit its second-level cache. Otherwise the keys of all tiles, laid end to end,
+//! are cut into ranges of equal time, one for each block of threads that the device holds at a time; the
+//! block that ends a tile last merges its splits, in the order of the keys. Equal plans give equal bits.
+//! `schedule`, `launch` and `work_tile` hold this for native kernels of any architecture.
 //!
 //! `native` has the launches of a problem and their scratch memory. Sequences whose rows fit one fragment of the matrix unit, and the
 //! others, are launches of their own, each of a kernel of one architecture. `sm80` has the kernels for compute capability 8.0 and later,

@@ -11,7 +11,7 @@ use std::ops::Range;
 /// other blocks.
 const GROUPED_BYTES: usize = 128 << 10;
 
-/// What the schedule knows of a kernel.
+/// The sizes of a kernel's tile that the schedule depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TileShape {
     /// Query rows of a tile, and keys of a block of keys.
@@ -99,7 +99,7 @@ pub(super) fn tiles(problem: &Problem, shape: &TileShape, sequences: &[usize], s
     for &sequence in sequences {
         let s = &problem.sequences()[sequence];
         let all = s.q_len * gqa_group;
-        // What the rows see is the same for every head.
+        // The rows of a tile see the same keys in every head.
         let of_row = |row: usize| {
             let (first, last) = (row / gqa_group, (row + rows).min(all).div_ceil(gqa_group) - 1);
             let keys = if skip {
@@ -107,7 +107,7 @@ pub(super) fn tiles(problem: &Problem, shape: &TileShape, sequences: &[usize], s
             } else {
                 problem.first_visible(s).map_or(0..0, |(_, key)| key..s.kv_len)
             };
-            // Both ends of what a row sees grow with its position.
+            // Both ends of the keys that a row sees grow with its position.
             let mut full = problem.visible(s, last).start..problem.visible(s, first).end;
             if problem.desc().tree {
                 full.end = full.end.min(s.kv_len - s.q_len);
@@ -148,7 +148,7 @@ pub(super) struct Assignment {
     queue: Vec<WorkTile>,
     splits: usize,
     used: Capacity,
-    /// What another step of the same number of tiles may use.
+    /// The capacity that another step of the same number of tiles may use.
     reserved: Capacity,
 }
 
@@ -170,7 +170,7 @@ impl Assignment {
         let rounds = tiles.len().div_ceil(room.saturating_mul(max_work_tiles));
         let count = (room * rounds).min(tiles.len());
         let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
-        // What blocks of threads have to do so far; of equal ones the first.
+        // The time of each block of threads so far; among equal ones the first block is taken.
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for tile in in_sections(&tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
@@ -247,7 +247,7 @@ impl Assignment {
         let (block_k, min_blocks) = (shape.keys, shape.min_split_blocks);
         let total: usize = tiles.iter().map(|tile| tile.time(block_k)).sum();
         let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
-        // What cuts add is known when they are made: a few lengths are tried, the smallest first.
+        // Cuts add time that is known once they are made: a few lengths are tried, the smallest first.
         let mut share = total.div_ceil(room).max(min_blocks + 1);
         while cut(of_tiles(), share, min_blocks, |_, _, _| ()) > room {
             share += 1;

@@ -1,4 +1,5 @@
-//! What native kernels of every architecture have in common: when they modify scores, what a row takes, and how they are named.
+//! Properties of native kernels of every architecture: when they modify scores, the shared memory of a row,
+//! and their names.
 
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;

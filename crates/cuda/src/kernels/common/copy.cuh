@@ -88,7 +88,7 @@ DEVICE void ldmatrix_x4(u32 (&x)[4], u32 from) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
 }
 
-// The same, each matrix transposed.
+// Loads four 8x8 matrices of 16-bit elements, and transposes each of them.
 DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));

@@ -11,7 +11,8 @@ DEVICE float logsumexp(float row_max, float row_sum) {
     if (row_sum == 0.f) return -INF;
     float magnitude = fabsf(row_max);
     if (magnitude <= HUGE_SCORE || magnitude == INF) return (row_max + log2f(row_sum)) * LN2;
-    // What `to_log2` made row_max from; for a bias and a score up to the rounding of their sum.
+    // The inverse of `to_log2` for row_max; where a bias was added to a score, up to the rounding of their
+    // sum.
     return copysignf(fminf(HUGE_BIAS + (magnitude - HUGE_SCORE) / HUGE_RATE, MAX_F32), row_max);
 }
 

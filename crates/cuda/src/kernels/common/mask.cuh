@@ -47,8 +47,8 @@ DEVICE u32 next_block(const ForwardParams& p, const WorkTile& work_tile, u32 blo
     return block;
 }
 
-// Whether a tile is to be masked: where some row does not see some of its keys, or where the mask adds to a score. A work tile without
-// keys still computes one key block, past its end, which is masked as a whole.
+// Returns true if a tile needs masking: some row does not see some of its keys, or the mask adds to a score.
+// A work tile without keys still computes one key block, past its end, which is masked as a whole.
 DEVICE bool is_masked(const ForwardParams& p, const WorkTile& work_tile, u32 block) {
     u32 begin = block * BLOCK_N;
     if (begin >= work_tile.end) return true;

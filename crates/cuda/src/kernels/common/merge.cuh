@@ -61,13 +61,13 @@ struct MergeTeam {
     u32 warp, warps;
 };
 
-// Whether the N threads of a team are the last of `splits` teams that have stored a partial; they see all partials then. The counter is
-// 0 again afterwards.
+// Returns true if the N threads of a team are the last of `splits` teams that have stored a partial; they see
+// all partials then. The counter is 0 again afterwards.
 template <int N>
 DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const MergeTeam& team) {
     named_barrier_sync<N>(team.barrier);
     if (threadIdx.x % N == 0) {
-        // What the others have written before the barrier is published with this.
+        // Publishes the stores of the team's other threads before the barrier.
         u32* at = (u32*)p.counters + counter;
         fence_device();
         bool last = atomicAdd(at, 1) + 1 == splits;

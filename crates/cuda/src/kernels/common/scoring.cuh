@@ -12,7 +12,7 @@ struct UnbiasedRow {
     u32 begin, end;
 };
 
-// The same with what is added to the row's scores.
+// Keys that a row sees, within its work tile, and the biases of its scores.
 struct BiasedRow : UnbiasedRow {
     // The position from which ALiBi counts distances.
     i64 alibi_position;
@@ -108,7 +108,7 @@ DEVICE float tanh_accurate(float x) {
 // The bias of a materialised mask at a key, in units of e.
 DEVICE float mask_bias(const ForwardParams& p, u64 row, u32 j) { return mask_value(p.mask_kind, row, (u64)j * p.mask_step); }
 
-// Whether a row sees a key.
+// Returns true if a row sees a key.
 DEVICE bool is_visible(const ForwardParams&, const UnbiasedRow& row, u32 j) { return j >= row.begin && j < row.end; }
 
 DEVICE bool is_visible(const ForwardParams& p, const BiasedRow& row, u32 j) {

@@ -6,13 +6,13 @@
 // row_max may grow by this power of 2 before what was accumulated is scaled: probabilities are at most 2^8, which every dtype holds, and
 // most tiles scale nothing. MAX_PROB is 2 to that power.
 constexpr float RESCALE_THRESHOLD = 8.f, MAX_PROB = 256.f;
-// Whether the output is scaled before probabilities are computed, which takes fewer registers, or after, which leaves one sequence of
-// instructions without a branch.
+// True if the output is scaled before probabilities are computed, which takes fewer registers. Otherwise it
+// is scaled after, which leaves one sequence of instructions without a branch.
 constexpr bool RESCALE_FIRST = MMA_M * PV_MMA_N >= 32;
 
-// Sums of probabilities times values may overflow where their means do not, for dtypes whose largest value is near that of f32. Where
-// they do they are recomputed with values times SHRINK, a power of two: sums of more keys than there can be, with probabilities up to
-// 2^RESCALE_THRESHOLD, are then no larger than a value.
+// Sums of probabilities times values may overflow where their means do not, for dtypes whose largest value is
+// near that of f32. Sums that overflow are recomputed with values times SHRINK, a power of two: the sum over
+// the largest number of keys, with probabilities up to 2^RESCALE_THRESHOLD, is then no larger than a value.
 constexpr bool CAN_OVERFLOW = DTYPE != F16;
 constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f;
 // The largest finite value of the dtype.
@@ -80,7 +80,8 @@ struct OnlineSoftmax : RowStats {
         }
     }
 
-    // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
+    // Returns true if rows may be wrong: NaN of a key may have reached rows that do not see it, or sums
+    // overflowed.
     DEVICE bool needs_recompute(bool may_mask) const {
         // 0 times the elements, NaN if one is infinite or NaN.
         float zeros[2] = {};

@@ -16,7 +16,7 @@
 //   MASK_TILE_ROWS      query positions of a mask tile
 //   MERGE_GROUP         splits of a tile that are merged first where they are many
 //   MAX_RECOMPUTED      work tiles that a block of threads can recompute
-//   Scoring             what is done to scores before the softmax:
+//   Scoring             changes to scores before the softmax:
 //     HAS_BIAS            softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or exceeds 2^10
 //     HAS_MASK            a materialised mask
 
@@ -26,7 +26,7 @@ constexpr int WARP_ROWS = 16 * MMA_M, BLOCK_M = WARP_ROWS * WARPS_Q, BLOCK_N = W
 // The team of a thread that multiplies, among those that share rows.
 DEVICE u32 value_team() { return VALUE_TEAMS > 1 && threadIdx.x < THREADS ? threadIdx.x / 128 : 0; }
 
-// Whether each warp copies and multiplies keys of its own.
+// True if each warp copies and multiplies keys of its own.
 constexpr bool WARPS_SPLIT_KEYS = WARPS_Q == 1;
 
 // Accumulator fragments of a warp: of 8 keys of scores, and of 8 columns of the output.

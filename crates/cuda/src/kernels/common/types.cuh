@@ -101,7 +101,7 @@ DEVICE float mask_value(u32 kind, u64 row, u64 element) {
 template <Dtype T>
 constexpr u32 EXPONENT_BITS = T == F32 ? 0x7f800000u : T == F16 ? 0x7c00u : 0x7f80u;
 
-// Whether an element of a word is infinite or NaN.
+// Returns true if an element of a word is infinite or NaN.
 template <Dtype T>
 DEVICE bool has_nonfinite(u32 x) {
     constexpr u32 ONES = EXPONENT_BITS<T>;
@@ -127,11 +127,12 @@ DEVICE u32 zero_nonfinite(u32 x) {
     return x;
 }
 
-// A value that is the same in all lanes. The compiler keeps it, and what is computed from it, in registers of the warp.
+// A value that is the same in all lanes. The compiler keeps it, and values computed from it, in registers of
+// the warp.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// The same value, of which the compiler knows nothing: code that rarely runs computes its addresses from it when it runs, and keeps
-// none of them in registers before.
+// Hides the value of `x` from the compiler: code that rarely runs computes its addresses from the result when
+// it runs, and keeps no address in registers before.
 DEVICE u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;

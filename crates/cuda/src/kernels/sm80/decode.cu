@@ -21,7 +21,7 @@ struct DecodeMemory {
         WarpResults results;
     };
     Row rows[BLOCK_M];
-    // Whether the block is the last of the splits of a tile.
+    // 1 if the block is the last of the splits of a tile.
     u32 is_last_split[4];
 };
 static_assert(sizeof(DecodeMemory) == SHARED_BYTES);

@@ -138,15 +138,16 @@ DEVICE void pv_gemm(OnlineSoftmax& acc, const Probs& probs, u32 v) {
 }
 
 // ---- values that are not finite
-//
-// A product hands an infinity or a NaN of a value to every row. Where there may be some the products are of the finite values alone, and
-// the others are added to the rows that see their keys. This is rare: it uses local memory and loops that are not unrolled, rather than
+// A product hands an infinity or a NaN of a value to every row. In tiles that may have such values, the
+// products are of the finite values alone, and infinities and NaN are added to the rows that see their keys.
+// This is rare: it uses local memory and loops that are not unrolled, rather than registers that the mainloop
+// needs.
 // registers that the rest needs.
 
 // The accumulators of a warp in local memory.
 typedef float LocalOut[MMA_M * PV_MMA_N * 4];
 
-// Whether any value of a key of the tile is not finite; the same for all lanes.
+// Returns true, in all lanes, if a value of a key of the tile is not finite.
 DEVICE bool key_has_nonfinite(u32 v, u32 key, u32 lane) {
     bool found = false;
     for (u32 c = lane; c < VTile::ROW_CHUNKS; c += 32) {

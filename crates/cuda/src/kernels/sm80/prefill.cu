@@ -27,17 +27,17 @@ struct WarpStream {
     u32 index,           // index in the ring of the work tile that is accumulated
         ordinal;         // its number in the stream
     u32 recompute,       // one bit for each work tile of the stream that is to be recomputed for this warp's rows
-        is_recomputing,  // whether this is the second pass, which recomputes one of them
-        nonfinite;       // whether values may be infinite or NaN, in the second pass and from work tile MAX_RECOMPUTED on
+        is_recomputing,  // 1 in the second pass, which recomputes one of them
+        nonfinite;       // 1 if values may be infinite or NaN: in the second pass, and from work tile MAX_RECOMPUTED on
     u32 probs_block,     // key block of the probabilities
         probs_index;     // index in the ring of its work tile
 };
 
-// What the warps of a block share beside their streams.
+// Memory that the warps of a block share beside their streams.
 struct BlockFlags {
     // The bits of all warps.
     u32 recompute;
-    // Whether a team is the last of the splits of a tile.
+    // 1 if a team is the last of the splits of a tile.
     u32 is_last_split[2];
     // The entry of the stream's second work tile: the others follow it.
     u32 second_entry;
@@ -88,7 +88,7 @@ struct Warp {
         }
     }
 
-    // A step begins when what it reads is in shared memory and what it overwrites was read.
+    // A step begins when its operands are in shared memory and the stages that it overwrites were read.
     DEVICE void begin_turn() const {
         if (HAS_TEAMS) named_barrier_sync<THREADS>(TURN_BARRIER + team);
         else __syncthreads();
@@ -166,7 +166,7 @@ struct KvProducer {
         cp_async_commit();
     }
 
-    // What this warp copies first of a tile: keys, or values for the second team.
+    // Starts the first copy of a tile for this warp: keys, or values for the second team.
     DEVICE void copy_first(u32 stage) {
         if (warp.team == 0) copy_k(stage);
         else copy_v(stage);

@@ -99,8 +99,8 @@ struct OverlappedStream {
         team.end_turn();
     }
 
-    // The scores and the probabilities of a work tile's first tile. Whether to mask it is found while the scores are computed. There is nothing to
-    // rescale yet.
+    // The scores and the probabilities of a work tile's first tile. The mask tile is looked up while the
+    // scores are computed. There is nothing to rescale yet.
     DEVICE void begin(const Team& team, const WorkTile& work_tile, const Row* rows, u32 block) {
         const ForwardParams& p = team.params.forward;
         if (!STARTS_EARLY) {

@@ -27,7 +27,7 @@ multiply(const __grid_constant__ MultiplyParams p) {
         }
         mbarrier_publish();
     }
-    // What copies do not write is NaN, so that a copy that wrote too little would show.
+    // Shared memory starts as NaN, so that a copy that wrote too little would show.
     for (u32 at = threadIdx.x * 4; at < Q_BYTES + 2 * STAGES * KV_BYTES; at += blockDim.x * 4) *(u32*)(memory + at) = 0xffffffffu;
     fence_async_proxy();
     __syncthreads();

@@ -30,7 +30,8 @@ DEVICE constexpr u32 k_major_step(int step) {
     return step / 4 * (ROWS * PANEL_ROW_BYTES) + step % 4 * 32;
 }
 
-// The same for an MN-major operand.
+// Bytes from a tile's start, in panels of any number of rows, to step `step` of a product with an MN-major
+// operand.
 DEVICE constexpr u32 mn_major_step(int step) { return step * 16 * PANEL_ROW_BYTES; }
 
 // The descriptor of an operand `bytes` further. Shared memory has less than 2^18 bytes: the sum carries into nothing else.

@@ -23,9 +23,10 @@ const MAX_REGISTERS: usize = 255;
 
 /// A kernel for compute capability 8.0 and later: one source, specialised by these constants.
 ///
-/// Its name is `cuda-{prefill|decode}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. Dimensions are
-/// those that it is compiled for, multiples of 32: zeros in shared memory fill what a problem has less. The variant is
-/// `mma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are modified.
+/// Its name is `cuda-{prefill|decode}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs.
+/// Dimensions are the compiled ones, multiples of 32: zeros in shared memory fill the rest where the problem
+/// has less. The variant is `mma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask`
+/// where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm80Kernel {
     pub(crate) dtype: Dtype,
@@ -34,12 +35,12 @@ pub struct Sm80Kernel {
     /// Columns of v that a work tile computes, rounded up; wider values are cut into panels.
     pub(crate) value_dim: usize,
     pub(crate) tile: Sm80Tile,
-    /// Whether keys lie in pages.
+    /// True if keys lie in pages.
     pub(crate) paged: bool,
-    /// Whether the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
-    /// exceeds 2^10.
+    /// True if the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a
+    /// scale that is not positive or exceeds 2^10.
     pub(crate) has_bias: bool,
-    /// Whether there is a materialised mask.
+    /// True if there is a materialised mask.
     pub(crate) has_mask: bool,
 }
 
@@ -96,7 +97,7 @@ impl Sm80Kernel {
         &self.tile
     }
 
-    /// What the schedule knows of the kernel, for a problem.
+    /// The sizes of the kernel's tile that the schedule of a problem depends on.
     pub(in crate::plan) fn tile_shape(&self, problem: &Problem) -> TileShape {
         TileShape {
             rows: self.tile.rows(),
@@ -132,8 +133,8 @@ impl Sm80Kernel {
     }
 }
 
-/// Whether two teams with 256 rows are to be preferred to 128 rows: they multiply faster by a tenth, but their tiles reach over
-/// more keys that some of the rows do not see, and there are half as many of them.
+/// Returns true if two teams with 256 rows are preferred to 128 rows: they multiply faster by a tenth, but
+/// their tiles reach over more keys that some of the rows do not see, and there are half as many of them.
 fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
     let (heads, gqa_group) = (problem.dims().kv_heads, problem.dims().gqa_group());
     let tiles = |s: &Sequence| (s.q_len * gqa_group).div_ceil(256) * heads;

@@ -18,7 +18,7 @@ pub struct Sm80Tile {
     pub(crate) stages: usize,
     /// Blocks of threads that a multiprocessor holds at a time.
     pub(crate) resident: usize,
-    /// Whether the fragments of q stay in registers.
+    /// True if the fragments of q stay in registers.
     pub(crate) q_in_registers: bool,
 }
 
@@ -40,13 +40,13 @@ impl Sm80Tile {
         Self { warps_q, warps_k, fragments, warp_keys, stages, resident: 1, q_in_registers: false }
     }
 
-    /// The same tile for `resident` blocks of threads a multiprocessor.
+    /// Sets the blocks of threads that a multiprocessor holds at a time.
     #[must_use]
     pub const fn with_resident(self, resident: usize) -> Self {
         Self { resident, ..self }
     }
 
-    /// The same tile, with fragments of q in registers or in shared memory.
+    /// Keeps fragments of q in registers if true, and in shared memory otherwise.
     #[must_use]
     pub const fn with_q_in_registers(self, q_in_registers: bool) -> Self {
         Self { q_in_registers, ..self }
@@ -110,7 +110,8 @@ impl Sm80Tile {
         self.resident
     }
 
-    /// Whether warps divide the keys of a tile, each with keys of its own, and not its rows: for few rows.
+    /// Returns true if warps divide the keys of a tile, each with keys of its own, and not its rows: for few
+    /// rows.
     #[must_use]
     pub const fn warps_split_keys(&self) -> bool {
         self.warps_q == 1

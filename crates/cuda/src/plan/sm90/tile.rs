@@ -42,7 +42,7 @@ impl Sm90Tile {
         Self { warpgroups: 2, keys: 64, stages, ping_pong: false, shares_rows: true }
     }
 
-    /// The same tile, with warpgroups that multiply one after another or at any time.
+    /// Lets warpgroups multiply one after another if true, and at any time otherwise.
     #[must_use]
     pub const fn with_ping_pong(self, ping_pong: bool) -> Self {
         Self { ping_pong, ..self }
@@ -148,8 +148,8 @@ impl Workload {
     }
 }
 
-/// Tiles for dimensions that the kernels are compiled for, best first. What modifies scores takes registers: there are fewer warpgroups then, or
-/// fewer keys.
+/// Tiles for dimensions that the kernels are compiled for, best first. Modified scores take registers: there
+/// are fewer warpgroups then, or fewer keys.
 pub(super) fn candidates(head_dim: usize, value_dim: usize, workload: &Workload) -> Vec<Sm90Tile> {
     let has_bias = workload.has_bias;
     if head_dim.max(value_dim) > MAX_NARROW_DIM {
