@@ -1,15 +1,15 @@
-//! What a launch passes to the native code of a kernel.
+//! The arguments that a launch passes to the native code of a kernel.
 
 use crate::facts::Constant;
 use crate::memory::Buffer;
 use crate::region::Region;
 use crate::scalar::{Plain, Scalar};
 
-/// What a thread passes to its kernel's function, by the number of the parameter.
+/// The arguments of a kernel's function in one thread, by the number of the parameter.
 #[derive(Debug)]
 pub struct Arguments(Vec<Value>);
 
-/// What a launch passes for a parameter.
+/// The argument of one parameter.
 #[derive(Debug)]
 pub(crate) enum Value {
     Buffer(Region),

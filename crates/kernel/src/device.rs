@@ -23,7 +23,7 @@ pub trait Device {
     /// Runs a kernel, or enqueues it.
     ///
     /// # Errors
-    /// What the device reports; the contract has been checked.
+    /// The error that the device reports; the contract has been checked.
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
 
     /// Sends launches to the device, where they are gathered before. A session calls it once a run.
@@ -41,10 +41,10 @@ pub trait Device {
         0
     }
 
-    /// Whether launches go to a graph that is launched later. Host writes cannot be a part of it.
+    /// Returns true if launches go to a graph that is launched later. Host writes cannot be a part of it.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     fn captures(&self) -> Result<bool, Self::Error> {
         Ok(false)
     }
@@ -69,7 +69,7 @@ pub trait HostAccess: Device<Memory: DeviceMemory> {
     /// Memory for `len` elements whose bytes are zero.
     ///
     /// # Errors
-    /// What the device reports, such as a lack of memory.
+    /// The error that the device reports, such as a lack of memory.
     fn zeroed(&self, element: ScalarType, len: usize) -> Result<Self::Memory, Self::Error>;
 
     /// Memory for `len` elements whose bytes may be any: a device that tells bytes that nothing has written refuses kernels that read them.
@@ -83,7 +83,7 @@ pub trait HostAccess: Device<Memory: DeviceMemory> {
     /// Copies `bytes` into a memory, from byte `at` on. It may return before the device has them, but not before `bytes` has been read.
     ///
     /// # Errors
-    /// What the device reports.
+    /// The error that the device reports.
     ///
     /// # Panics
     /// If the memory has fewer bytes.
@@ -92,7 +92,7 @@ pub trait HostAccess: Device<Memory: DeviceMemory> {
     /// Copies bytes of a memory from byte `at` on, after all work before has ended. Bytes that nothing has written may be any.
     ///
     /// # Errors
-    /// What the device reports, also of work that failed.
+    /// The error that the device reports, also of work that failed.
     ///
     /// # Panics
     /// If the memory has fewer bytes.
@@ -299,7 +299,7 @@ impl<'a, M> Launch<'a, M> {
 pub struct ContractError {
     /// The kernel.
     pub kernel: &'static str,
-    /// What does not hold.
+    /// The part of the contract that does not hold.
     pub what: ContractErrorKind,
 }
 
@@ -324,7 +324,7 @@ pub enum ContractErrorKind {
     Requirement {
         /// The condition as written.
         condition: &'static str,
-        /// What it means.
+        /// The meaning of the condition.
         message: &'static str,
         /// The values that it mentions: `x.len() = 128, groups = [2, 1, 1]`.
         numbers: String,

@@ -65,7 +65,7 @@ impl<'a, M> ViewMut<'a, M> {
         self.memory
     }
 
-    /// The same view, for a shorter time.
+    /// Borrows the view for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_, M> {
         ViewMut { memory: self.memory, span: self.span }
     }
@@ -89,7 +89,7 @@ macro_rules! spans {
                 self.span.len
             }
 
-            /// Whether there is no element.
+            /// Returns true if there is no element.
             pub fn is_empty(&self) -> bool {
                 self.span.len == 0
             }

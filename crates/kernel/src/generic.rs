@@ -1,9 +1,9 @@
-//! Generic parameters of kernels and what instances give for them.
+//! Generic parameters of kernels, and the arguments that instances give for them.
 
 use crate::scalar::ScalarType;
 use std::fmt;
 
-/// What a generic parameter stands for.
+/// The kind of a generic parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GenericKind {
     /// A type bounded by `Element`.
@@ -16,7 +16,7 @@ pub enum GenericKind {
     Const(ScalarType),
 }
 
-/// What a generic parameter is in an [`Instance`](crate::source::Instance).
+/// The argument for a generic parameter in an [`Instance`](crate::source::Instance).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Generic {
     /// A type.

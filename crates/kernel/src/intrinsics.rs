@@ -157,7 +157,7 @@ pub fn simd_ballot(x: bool) -> u32 {
     ballot("simd_ballot", x)
 }
 
-/// Whether `x` is true in any lane.
+/// Returns true if `x` is true in any lane.
 ///
 /// # Faults
 /// Where the lanes diverge.
@@ -166,7 +166,7 @@ pub fn simd_any(x: bool) -> bool {
     ballot("simd_any", x) != 0
 }
 
-/// Whether `x` is true in all lanes.
+/// Returns true if `x` is true in all lanes.
 ///
 /// # Faults
 /// Where the lanes diverge.

@@ -1,7 +1,8 @@
 //! GPU kernels as Rust functions.
 //!
-//! A `#[kernel]` is an ordinary function: rustc checks its types, the [simulator] runs it on the host and checks every
-//! access, and from the same tokens it is printed as C++ for Metal and for CUDA. What cannot be printed does not compile.
+//! A `#[kernel]` is an ordinary function: rustc checks its types, the [simulator] runs it on the host and
+//! checks every access, and from the same tokens it is printed as C++ for Metal and for CUDA. Code that
+//! cannot be printed does not compile.
 //!
 //! ```
 //! use flashtile_kernel::prelude::*;

@@ -42,7 +42,7 @@ pub(crate) mod private {
     }
 }
 
-/// What `a[i]` reads from and `a[i] = x` writes to: buffers, shared arrays and local arrays.
+/// Memory that `a[i]` reads and `a[i] = x` writes: buffers, shared arrays and local arrays.
 ///
 /// `#[kernel]` and `#[device]` turn index expressions into these calls.
 pub trait Place {

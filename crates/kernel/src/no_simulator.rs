@@ -1,5 +1,6 @@
-//! What the intrinsics are without feature `simulator`: there are no launches on the host, so that no handle of memory exists, and
-//! what works in a launch only panics, as it does outside of launches with the feature. What needs no launch works.
+//! The intrinsics without feature `simulator`: there are no launches on the host, so no handle of memory
+//! exists. Intrinsics that work only in a launch panic, as they do outside of launches with the feature; the
+//! others work.
 
 pub use crate::arguments::Arguments;
 use crate::region::Region;

@@ -1,4 +1,4 @@
-//! What a module of kernels imports: attributes, types, intrinsics.
+//! The imports of a module of kernels: attributes, types, intrinsics.
 
 pub use crate::fragment::Fragment;
 pub use crate::intrinsics::*;

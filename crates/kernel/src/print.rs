@@ -25,8 +25,8 @@ impl Instance {
         program(self, target)
     }
 
-    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after the items that it uses itself, and
-    /// the kernel. A comment has the values of the generics.
+    /// The whole program in Rust, as it was written: the items that the kernel uses, each once and after the
+    /// items that it uses itself, and the kernel. A comment has the values of the generics.
     pub fn rust_source(&self) -> String {
         rust_program(self)
     }

@@ -1,4 +1,4 @@
-//! What a handle of memory refers to during a launch.
+//! The memory that a handle refers to during a launch.
 
 use crate::scalar::ScalarType;
 use std::fmt;

@@ -90,12 +90,12 @@ impl ScalarType {
         }
     }
 
-    /// Whether this is `f32`, `f16` or `bf16`: the types an [`Element`] may be.
+    /// Returns true if this is `f32`, `f16` or `bf16`: the types that an [`Element`] may be.
     pub const fn is_element(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 
-    /// Whether it has arithmetic: the types that a [`Number`] may be.
+    /// Returns true if it has arithmetic: the types that a [`Number`] may be.
     pub const fn has_arithmetic(self) -> bool {
         matches!(self, Self::U32 | Self::I32 | Self::U64 | Self::I64 | Self::Usize | Self::F32)
     }
@@ -124,7 +124,7 @@ pub trait Scalar: Sealed + Value + Copy + Default + fmt::Debug + PartialEq + Sen
     fn from_raw(raw: u64) -> Self;
 }
 
-/// What `==` and `!=` compare: numbers and `bool`.
+/// Operands of `==` and `!=`: numbers and `bool`.
 #[diagnostic::on_unimplemented(
     message = "the kernel language does not compare `{Self}`",
     label = "not bool, u32, i32, u64, i64, usize or f32",
@@ -215,7 +215,7 @@ pub trait Integer: Number {
 )]
 pub trait Unwidened: Integer {}
 
-/// What `& | ^ !` take: integers and `bool`.
+/// Operands of `& | ^ !`: integers and `bool`.
 #[diagnostic::on_unimplemented(
     message = "the kernel language has no bit operations on `{Self}`",
     label = "not bool, u32, i32, u64, i64 or usize",
@@ -223,7 +223,7 @@ pub trait Unwidened: Integer {}
 )]
 pub trait Bits: Scalar {}
 
-/// What indexes memory and arrays: `u32`, `u64`, `usize`.
+/// Indices of memory and arrays: `u32`, `u64`, `usize`.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not index memory",
     label = "not u32, u64 or usize",
@@ -245,7 +245,8 @@ pub trait Element: Scalar {
     fn from_f32(x: f32) -> Self;
 }
 
-/// What a variable of a kernel may hold: scalars, arrays of values, `#[device]` structs, fragments, handles of shared memory.
+/// Values that a variable of a kernel may hold: scalars, arrays of values, `#[device]` structs, fragments,
+/// handles of shared memory.
 #[diagnostic::on_unimplemented(
     message = "a variable of a kernel cannot hold `{Self}`",
     label = "not a value of the kernel language",
@@ -314,7 +315,7 @@ impl<T: Plain, const N: usize> Plain for [T; N] {
     }
 }
 
-/// What a field of a `#[params]` struct is made of.
+/// The type of a field of a `#[params]` struct: elements of one type, which the device reads as words.
 #[doc(hidden)]
 pub trait Words: Plain {
     const ELEMENT: ScalarType;

@@ -126,14 +126,14 @@ pub struct Parameter {
     pub kind: ParameterKind,
 }
 
-/// What a parameter of a kernel is.
+/// The kind of a parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ParameterKind {
     /// `&Buffer<T>` or `&mut Buffer<T>`.
     Buffer {
         /// The type of the elements.
         element: ElementType,
-        /// Whether the kernel may write.
+        /// True if the kernel may write.
         writable: bool,
     },
     /// `&P` for a `#[params]` struct.
@@ -158,7 +158,7 @@ pub struct GenericParameter {
     pub name: &'static str,
     /// Its name in C++.
     pub cpp: &'static str,
-    /// What it stands for.
+    /// The types or numbers that it stands for.
     pub kind: GenericKind,
 }
 
@@ -220,7 +220,7 @@ impl Threads {
         }
     }
 
-    /// Whether threadgroups of `threads` threads may be launched.
+    /// Returns true if threadgroups of `threads` threads may be launched.
     pub const fn admits(self, threads: u32) -> bool {
         threads > 0
             && threads.is_multiple_of(32)
@@ -256,7 +256,7 @@ pub struct SharedArray {
 pub struct Requirement {
     /// The expression as written.
     pub condition: &'static str,
-    /// What it means.
+    /// The meaning of the condition, as the author wrote it.
     pub message: &'static str,
 }
 
@@ -315,7 +315,7 @@ pub struct Kernel {
     pub resident: fn(&[Generic]) -> u32,
     /// Its shared arrays.
     pub shared: &'static [SharedArray],
-    /// Whether it is compiled without contraction, approximation and reassociation.
+    /// True if it is compiled without contraction, approximation and reassociation.
     pub exact: bool,
     /// Its body, and the items that the body uses.
     pub source: ItemSource,
@@ -514,7 +514,8 @@ pub fn dependencies(source: &'static ItemSource) -> Vec<&'static ItemSource> {
     done
 }
 
-/// Whether two sources are one item. A constant has no address of its own: its module and its place in the file identify it.
+/// Returns true if two sources are one item. A constant has no address of its own: its module and its place
+/// in the file identify it.
 const fn same(a: &ItemSource, b: &ItemSource) -> bool {
     a.line == b.line && equal(a.name, b.name) && equal(a.module, b.module) && equal(a.file, b.file)
 }
@@ -566,7 +567,8 @@ impl<'a> Items<'a> {
         true
     }
 
-    /// Whether no item is called `symbol` in C++, where the kernel's program defines something else of that name.
+    /// Returns true if no item is called `symbol` in C++, where the kernel's program defines something else
+    /// of that name.
     pub const fn is_free(&self, symbol: &str) -> bool {
         let mut n = 0;
         while n < MAX_ITEMS {
@@ -594,7 +596,7 @@ impl<'a> Items<'a> {
         }
     }
 
-    /// Whether no other item has the name of `item`.
+    /// Returns true if no other item has the name of `item`.
     const fn is_only(&self, item: &ItemSource) -> bool {
         let mut n = 0;
         while n < MAX_ITEMS {

@@ -36,12 +36,14 @@ impl Convergence {
         self.functions.insert(quote!(#module).to_string(), module);
     }
 
-    /// Whether there may be a convergent operation, as far as the tokens say: device functions are not looked into.
+    /// Returns true if there may be a convergent operation, as far as the tokens say: device functions are
+    /// not looked into.
     pub(crate) fn is_possible(&self) -> bool {
         self.simd || self.barrier || !self.functions.is_empty()
     }
 
-    /// Whether there is a convergent operation: a constant expression, which reaches the modules of functions through `module`.
+    /// A constant expression that is true if there is a convergent operation. It reaches the modules of
+    /// functions through `module`.
     pub(crate) fn is_convergent(&self, module: impl Fn(&syn::Path) -> syn::Path) -> TokenStream {
         if self.simd || self.barrier {
             return quote!(true);
@@ -50,7 +52,8 @@ impl Convergence {
         quote!((false #(|| #functions::IS_CONVERGENT)*))
     }
 
-    /// Whether there is a barrier; otherwise as [`is_convergent`](Self::is_convergent).
+    /// A constant expression that is true if there is a barrier; otherwise as
+    /// [`is_convergent`](Self::is_convergent).
     pub(crate) fn has_barrier(&self, module: impl Fn(&syn::Path) -> syn::Path) -> TokenStream {
         if self.barrier {
             return quote!(true);

@@ -1,5 +1,5 @@
-//! What an item uses, by the paths that the user wrote: functions, tables and structs, and the names of the language, which rustc must
-//! resolve to the language's own items.
+//! The dependences of an item, by the paths that the user wrote: functions, tables and structs, and the names
+//! of the language, which rustc must resolve to the language's own items.
 
 use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
@@ -268,7 +268,7 @@ fn stand_in(argument: &mut syn::GenericArgument, generics: &[Parameter]) {
     }
 }
 
-/// Whether tokens have a name in them.
+/// Returns true if tokens contain a name.
 pub(crate) fn mentions(tokens: &TokenStream, name: &str) -> bool {
     tokens.clone().into_iter().any(|token| match token {
         proc_macro2::TokenTree::Ident(ident) => ident == name,

@@ -1,4 +1,5 @@
-//! What the attributes emit: the item, its `ItemSource`, and for functions and constants a module of the same name that holds it.
+//! The output of the attributes: the item, its `ItemSource`, and for functions and constants a module of the
+//! same name that holds it.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
@@ -11,7 +12,7 @@ use crate::syntax;
 use crate::types::{self, Reader};
 use crate::{names, native, print, signature, source};
 
-/// What C++ knows of an item.
+/// The C++ of an item, with its name and kind.
 pub(crate) struct Printed<'a> {
     pub(crate) name: &'a Ident,
     pub(crate) kind: &'static str,
@@ -212,7 +213,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
     }
 }
 
-/// Whether C++ can deduce a parameter from an argument of a type.
+/// Returns true if C++ can deduce a parameter from an argument of a type.
 fn mentions(of: &Type, name: &str) -> bool {
     use crate::ir::{Generic, Kind};
     let is_name =
@@ -258,7 +259,7 @@ fn fields(structure: &syn::ItemStruct, buffers: bool, reader: &mut Reader<'_>) -
     fields
 }
 
-/// Whether a type is `Buffer` or `Shared`.
+/// Returns true if a type is `Buffer` or `Shared`.
 fn is_memory(ty: &syn::Type) -> bool {
     let syn::Type::Path(path) = ty else { return false };
     path.path.segments.last().is_some_and(|segment| segment.ident == "Buffer" || segment.ident == "Shared")
@@ -407,7 +408,7 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
     }
 }
 
-/// Whether every device lays out a type alike: numbers of 4 or 8 bytes, and arrays of them.
+/// Returns true if every device lays out a type alike: numbers of 4 or 8 bytes, and arrays of them.
 fn is_of_words(ty: &Type) -> bool {
     match ty {
         Type::Array(element, _) => is_of_words(element),
@@ -524,7 +525,7 @@ pub(crate) fn constant(arguments: &TokenStream, item: TokenStream) -> TokenStrea
     }
 }
 
-/// What a kernel's argument is in the data of the kernel.
+/// The `ParameterKind` of a kernel's argument in the data of the kernel.
 pub(crate) fn parameter_kind(
     ty: &Type,
     passed: &Passed,

@@ -5,10 +5,11 @@
 
 use crate::ir::{Scalar, Type};
 
-/// What an argument of an intrinsic is.
+/// The type of an argument of an intrinsic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// The type that the intrinsic is generic in: that of the receiver or of the other arguments.
+    /// The type that the intrinsic is generic in, which is the type of the receiver or of the other
+    /// arguments.
     Same,
     U32,
     I32,
@@ -41,7 +42,7 @@ impl Takes {
     }
 }
 
-/// What an intrinsic returns.
+/// The type that an intrinsic returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gives {
     Nothing,
@@ -61,7 +62,7 @@ pub(crate) enum Gives {
     Element,
 }
 
-/// Whether the threads of a SIMD group, or of a threadgroup, must call an intrinsic together.
+/// The threads that must call an intrinsic together: none, a SIMD group, or a threadgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Convergent {
     No,
@@ -90,7 +91,7 @@ macro_rules! takes {
     };
 }
 
-/// Whether a kind of intrinsic takes the context of the thread, and whether it is convergent.
+/// A pair: true if a kind of intrinsic takes the context of the thread, and its convergence.
 macro_rules! kind {
     (plain) => {
         (false, Convergent::No)
@@ -142,7 +143,7 @@ pub(crate) fn function(name: &str) -> Option<&'static Function> {
     FUNCTIONS.iter().find(|function| function.name == name)
 }
 
-/// What the receiver of a method is: rustc refuses others.
+/// The type of the receiver of a method: rustc refuses others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Receiver {
     Number,
@@ -216,7 +217,7 @@ pub(crate) fn method(name: &str) -> Option<&'static Method> {
     METHODS.iter().find(|method| method.name == name)
 }
 
-/// Whether a method of a float is an exponential.
+/// Returns true if a method of a float is an exponential.
 pub(crate) fn is_exponential(name: &str) -> bool {
     matches!(name, "exp2" | "exp")
 }
@@ -301,7 +302,7 @@ pub(crate) const FROM_F32: &str = "ft_from_f32";
 /// `T::from_bits` in C++.
 pub(crate) const FROM_BITS: &str = "ft_from_bits";
 
-/// What to write instead of a method that the language does not have.
+/// The advice for a method that the language does not have: the code to write instead.
 pub(crate) fn instead_of(method: &str) -> &'static str {
     match method {
         "iter" | "iter_mut" | "into_iter" | "map" | "zip" | "enumerate" | "fold" | "for_each" => {

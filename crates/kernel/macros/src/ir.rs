@@ -291,10 +291,10 @@ impl PartialEq for Expr {
     }
 }
 
-/// What an expression is.
+/// The kind of an expression, with its operands.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Kind {
-    /// An integer literal; without a type where C++ converts it to the type of what stands beside it.
+    /// An integer literal; without a type where C++ converts it to the type of its neighbour.
     Int {
         value: u64,
         hex: bool,
@@ -337,7 +337,7 @@ pub(crate) enum NameOf {
     Const,
 }
 
-/// What a call calls.
+/// The function that is called.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Callee {
     /// A device function, by its C++ name.
@@ -447,7 +447,7 @@ impl Expr {
         Expr { kind, ty }
     }
 
-    /// What stands for an expression that was refused.
+    /// The placeholder for an expression that was refused.
     pub(crate) fn invalid() -> Expr {
         Expr::new(Kind::Invalid, None)
     }
@@ -460,7 +460,7 @@ impl Expr {
         }
     }
 
-    /// Whether the expression's integer literals have no type.
+    /// Returns true if the expression's integer literals have no type.
     pub(crate) fn is_untyped(&self) -> bool {
         match &self.kind {
             Kind::Int { .. } => self.ty.is_none(),
@@ -472,12 +472,13 @@ impl Expr {
         }
     }
 
-    /// Whether the value is known to be an integer. An untyped literal is one: float literals always have a type.
+    /// Returns true if the value is known to be an integer. An untyped literal is one: float literals always
+    /// have a type.
     pub(crate) fn is_integer(&self) -> bool {
         self.is_untyped() || self.scalar().is_some_and(Scalar::is_integer)
     }
 
-    /// Whether the value is known when an instance is compiled.
+    /// Returns true if the value is known when an instance is compiled.
     pub(crate) fn is_const(&self) -> bool {
         match &self.kind {
             Kind::Int { .. } | Kind::Float(_) | Kind::Bool(_) | Kind::Limit(..) => true,
@@ -488,7 +489,8 @@ impl Expr {
         }
     }
 
-    /// Whether the expression may be printed twice: it costs nothing and its value cannot have changed.
+    /// Returns true if the expression may be printed twice: it costs nothing and its value cannot have
+    /// changed.
     pub(crate) fn is_fixed(&self) -> bool {
         match &self.kind {
             Kind::Name { of, .. } => *of != NameOf::Mutable,

@@ -495,7 +495,7 @@ impl Expansion<'_> {
         }
     }
 
-    /// Whether the contract fixes the number of threads.
+    /// Returns true if the contract fixes the number of threads.
     fn fixed_threads(&self) -> bool {
         self.contract.threads.as_ref().is_none_or(|threads| threads.exactly)
     }

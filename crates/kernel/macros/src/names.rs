@@ -133,7 +133,7 @@ impl<T> Scopes<T> {
         self.visible.pop();
     }
 
-    /// What a Rust name stands for, innermost first.
+    /// The meaning of a Rust name, in the innermost scope that binds it.
     pub(crate) fn find(&self, name: &str) -> Option<&T> {
         self.scopes.iter().rev().find_map(|scope| scope.get(name))
     }

@@ -84,7 +84,8 @@ fn arithmetic(op: Binary) -> Option<&'static str> {
     })
 }
 
-/// Whether an expression at the end of a function may be its value. The end of a loop or a `return` is never reached.
+/// Returns true if an expression at the end of a function may be its value. The end of a loop or a `return`
+/// is never reached.
 fn has_value(expr: &syn::Expr) -> bool {
     !matches!(expr, syn::Expr::Loop(_) | syn::Expr::While(_) | syn::Expr::ForLoop(_) | syn::Expr::Return(_))
 }
@@ -514,7 +515,7 @@ impl Native<'_> {
     }
 }
 
-/// Whether an expression has a number, and it is one of `nodes`.
+/// Returns true if an expression has a number, and the number is one of `nodes`.
 fn is_in(nodes: &HashSet<NodeId>, id: Option<NodeId>) -> bool {
     id.is_some_and(|id| nodes.contains(&id))
 }

@@ -423,12 +423,12 @@ pub(crate) fn expr(value: &Expr) -> String {
     }
 }
 
-/// Whether a value is a variable or a part of one.
+/// Returns true if a value is a variable or a part of one.
 fn is_place(value: &Expr) -> bool {
     matches!(value.kind, Kind::Name { .. } | Kind::Index(..) | Kind::Field(..))
 }
 
-/// Whether a value is part of a `#[params]` struct.
+/// Returns true if a value is part of a `#[params]` struct.
 fn is_of_params(value: &Expr) -> bool {
     match &value.kind {
         Kind::Name { of, .. } => *of == NameOf::Params,
@@ -437,8 +437,9 @@ fn is_of_params(value: &Expr) -> bool {
     }
 }
 
-/// Whether `%` prints as C++'s, which is for integers only. Floats, and operands of a type that is not known here, go to `ft_rem`,
-/// which takes the type of its first operand: a literal there would convert the second to `int`.
+/// Returns true if `%` prints as C++'s, which is for integers only. Floats, and operands of a type that is
+/// not known here, go to `ft_rem`, which takes the type of its first operand: a literal there would convert
+/// the second to `int`.
 fn has_remainder(left: &Expr, right: &Expr) -> bool {
     left.is_integer() || right.is_integer()
 }
@@ -459,7 +460,7 @@ fn binary(op: Binary, left: &Expr, right: &Expr) -> String {
     format!("{} {} {}", side(left, false), op.sign(), side(right, true))
 }
 
-/// Whether a binary operator prints as a call.
+/// Returns true if a binary operator prints as a call.
 fn is_call(value: &Expr) -> bool {
     match &value.kind {
         Kind::Binary(Binary::Rem, left, right) => !has_remainder(left, right),

@@ -158,8 +158,8 @@ impl Reader<'_> {
         Some(all)
     }
 
-    /// Whether a path in the place of a type is a number: const generics are known, and constants are written
-    /// in capitals.
+    /// Returns true if a path in the place of a type is a number: const generics are known, and constants are
+    /// written in capitals.
     fn is_const(&self, path: &syn::TypePath) -> bool {
         let Some(last) = path.path.segments.last() else { return false };
         let name = last.ident.to_string();
@@ -241,7 +241,7 @@ pub(crate) fn generics(
     all
 }
 
-/// Whether the printers give a name a meaning: of a type or of a function.
+/// Returns true if the printers give a name a meaning: of a type or of a function.
 fn is_own(name: &str) -> bool {
     Scalar::of(name).is_some()
         || matches!(name, "Buffer" | "Shared" | "Fragment" | "shared")

@@ -12,11 +12,12 @@ use std::ffi::{CString, c_char, c_int, c_void};
 /// One program for the compiler: header-free CUDA C++.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Program {
-    /// What errors call it.
+    /// The name of the program in errors.
     pub name: String,
-    /// What is compiled; line numbers of the compiler's log count its lines.
+    /// The C++ source; line numbers of the compiler's log count its lines.
     pub source: String,
-    /// Options of its own, as `-DN=4`; a device, the language (C++17) and execution on the device are given anyway.
+    /// Options of this program, as `-DN=4`; the compiler also gets a device, the language (C++17) and
+    /// execution on the device.
     pub options: Vec<String>,
 }
 
@@ -29,7 +30,7 @@ impl Program {
     }
 }
 
-/// What a program is compiled to.
+/// The target of a compilation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Architecture {
     /// The compiler's name of it: `sm_90a`.
@@ -101,8 +102,8 @@ impl Compiler {
         &self.place
     }
 
-    /// What to compile to for a device of a compute capability: its machine code; for devices newer than the compiler PTX for
-    /// the newest that the driver can translate.
+    /// The target for a device of a compute capability: its machine code, or, for devices newer than the
+    /// compiler, PTX for the newest architecture that the driver can translate.
     #[must_use]
     pub fn target(&self, (major, minor): (u32, u32)) -> Architecture {
         let wanted = (major * 10 + minor) as c_int;

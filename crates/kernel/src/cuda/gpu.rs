@@ -111,7 +111,7 @@ impl Gpu {
         Ok(Self { shared: Arc::new(shared), stream })
     }
 
-    /// The same device, launching on another stream of its. Streams do not wait for each other.
+    /// The device with launches on another of its streams. Streams do not wait for each other.
     #[must_use]
     pub fn on(&self, stream: &Arc<CudaStream>) -> Self {
         Self { shared: self.shared.clone(), stream: stream.clone() }

@@ -71,7 +71,7 @@ impl Memory {
         self.len
     }
 
-    /// Whether it has no elements.
+    /// Returns true if it has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

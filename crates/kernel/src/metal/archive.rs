@@ -38,7 +38,7 @@ impl Archives {
         key(self.device.iter().map(String::as_str).chain(texts))
     }
 
-    /// What was kept under these names.
+    /// The bytes that were kept under these names.
     pub(super) fn recall(&self, names: &[&str]) -> Option<Vec<u8>> {
         self.disk.read(&self.key(names.iter().copied()))
     }

@@ -83,7 +83,7 @@ pub(super) struct Dispatch<'a> {
     pub(super) threads: u32,
 }
 
-/// What launches are passed to.
+/// The encoder that launches are passed to.
 #[derive(Debug)]
 enum Encoder {
     Metal(Shared<ComputeEncoder>),
@@ -95,7 +95,7 @@ enum Encoder {
 pub(super) struct Recorder {
     encoder: Encoder,
     dispatch: DispatchType,
-    /// What launches since the last barrier use.
+    /// Memory that launches since the last barrier use.
     used: Vec<Use>,
 }
 
@@ -108,7 +108,7 @@ struct Use {
 }
 
 impl Use {
-    /// Whether one of two launches has to wait for the other.
+    /// Returns true if one of two launches has to wait for the other.
     fn orders(&self, other: &Self) -> bool {
         self.buffer == other.buffer
             && (self.writes || other.writes)

@@ -14,7 +14,7 @@ pub enum Error {
     NoDevice,
     /// The device made no queue, command buffer, encoder or event.
     NoObject {
-        /// What was asked for.
+        /// The object that the device did not make.
         what: &'static str,
     },
     /// The device has no memory of this size.
@@ -51,7 +51,7 @@ pub enum Error {
     },
     /// A command buffer failed.
     Execution {
-        /// What kind of failure it was.
+        /// The kind of the failure.
         kind: CommandBufferError,
         /// Metal's number of the error.
         code: isize,

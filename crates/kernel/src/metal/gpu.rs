@@ -97,28 +97,30 @@ impl Gpu {
         Self { shared: Arc::new(shared), target: Target::queue(queue, DispatchType::Serial) }
     }
 
-    /// The same device with its pipelines, and launches on another queue, which follow each other like this. Launches of different queues do not wait for
-    /// each other: [`Gpu::signal`] and [`Gpu::wait_for`] order them.
+    /// The device, its pipelines shared, with launches on another queue, ordered by `dispatch`. Launches of
+    /// different queues do not wait for each other: [`Gpu::signal`] and [`Gpu::wait_for`] order them.
     #[must_use]
     pub fn on(&self, queue: CommandQueue, dispatch: DispatchType) -> Self {
         Self { shared: Arc::clone(&self.shared), target: Target::queue(queue, dispatch) }
     }
 
-    /// The same device, whose launches go to an encoder of the caller's, who ends it.
+    /// The device with launches that go to an encoder of the caller's, who ends it.
     ///
     /// In a concurrent encoder barriers lie between launches of this value that depend on each other; the caller orders them with its own
     /// commands.
     ///
     /// # Safety
-    /// - While this value and its clones exist, the encoder is open and no other thread uses it during their launches.
-    /// - Its command buffer retains what it uses, or memory that launches use, that of sessions too, lives until it has completed.
+    /// - While this value and its clones exist, the encoder is open and no other thread uses it during their
+    ///   launches.
+    /// - Its command buffer retains the objects that it uses, or the memory that launches use, that of
+    ///   sessions included, lives until the command buffer has completed.
     #[must_use]
     pub unsafe fn in_encoder(&self, encoder: ComputeEncoder) -> Self {
         self.recorded_by(Recorder::new(encoder), Ticket::foreign())
     }
 
-    /// The same device, whose launches go to an encoder that another library wraps, which orders them and ends it: what [`Gpu::in_encoder`]
-    /// is where the encoder itself cannot be had.
+    /// The device with launches that go to an encoder that another library wraps, orders and ends:
+    /// [`Gpu::in_encoder`] where the encoder itself cannot be had.
     ///
     /// # Safety
     /// As [`Gpu::in_encoder`].
@@ -133,8 +135,9 @@ impl Gpu {
         Self { shared: Arc::clone(&self.shared), target: Target::Encoder(Arc::new(lent)) }
     }
 
-    /// Calls `work` with this device, whose launches go to a new encoder of a command buffer of this queue's that the caller commits. What was
-    /// launched before comes before. Other clones are not affected; one of the device that `work` gets launches nothing afterwards.
+    /// Calls `work` with this device, whose launches go to a new encoder of a command buffer of this queue's
+    /// that the caller commits. Earlier launches are executed before. Other clones are not affected; clones
+    /// of the device that `work` gets launch nothing afterwards.
     ///
     /// # Errors
     /// [`Error::OtherQueue`], [`Error::Unretained`] or [`Error::NoObject`]; [`Error::NotCommitted`] where launches of this value go to an encoder
@@ -214,7 +217,7 @@ impl Gpu {
         Ok((compiled.max_threads, kept))
     }
 
-    /// What [`Gpu::remember`] has kept under these names.
+    /// The bytes that [`Gpu::remember`] has kept under these names.
     #[doc(hidden)]
     #[must_use]
     pub fn recall(&self, names: &[&str]) -> Option<Vec<u8>> {
@@ -591,7 +594,7 @@ impl Device for Gpu {
     fn failures(&self) -> u64 {
         match &self.target {
             Target::Queue(queue) => queue.failures(),
-            // Those of the queue are known when launches go there again.
+            // Failures of the queue are counted when launches go to the queue again.
             Target::Encoder(lent) => lent.failures,
         }
     }

@@ -25,17 +25,17 @@ pub struct Memory {
     offset: usize,
     element: ScalarType,
     len: usize,
-    /// Whether others may use the buffer too, of which nothing is known here.
+    /// True if others may use the buffer too, whose uses are not known here.
     is_borrowed: bool,
     /// The command buffers that use it and are not known to have completed, and those that failed.
     tickets: Mutex<Vec<Arc<Ticket>>>,
 }
 
-/// What has become of a command buffer: nothing yet, its completion, or its failure.
+/// The state of a command buffer: unknown, completed, or failed.
 #[derive(Debug, Default)]
 pub(super) struct Ticket {
     result: OnceLock<Result<(), Error>>,
-    /// Whether the command buffer is not known here, and its result will not be.
+    /// True if the command buffer is not known here, so that its result will not be known either.
     is_foreign: bool,
 }
 
@@ -86,7 +86,7 @@ impl Memory {
         Self { buffer, device, offset, element, len, is_borrowed: false, tickets }
     }
 
-    /// The same where others may use the buffer too.
+    /// Marks the buffer as one that others may use too.
     pub(super) fn borrowed(self) -> Self {
         Self { is_borrowed: true, ..self }
     }
@@ -115,7 +115,7 @@ impl Memory {
         self.len
     }
 
-    /// Whether it has no elements.
+    /// Returns true if it has no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
@@ -139,7 +139,7 @@ impl Memory {
         }
     }
 
-    /// Whether no command buffer that is known here may still use it.
+    /// Returns true if no command buffer that is known here may still use it.
     pub(super) fn is_idle(&self) -> bool {
         !self.is_borrowed && self.tickets().iter().all(|ticket| ticket.is_complete())
     }

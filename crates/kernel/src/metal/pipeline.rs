@@ -30,7 +30,7 @@ pub(super) struct Compiled {
     pub(super) max_threads: u32,
 }
 
-/// What a pipeline is made of: the address of the kernel, which is a static, generics and constants.
+/// The key of a pipeline: the address of the kernel, which is a static, generics and constants.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Key {
     kernel: usize,

@@ -46,7 +46,8 @@ struct State {
     failures: u64,
     /// Command buffers that were committed, which the value of [`Queue::completed`] counts.
     count: u64,
-    /// What launches wait for: every command buffer, as a wait in one of them does not hold up the next.
+    /// Events that launches wait for. Every command buffer waits, as a wait in one of them does not hold up
+    /// the next.
     waits: Vec<(SharedEvent, u64)>,
     /// Start and end on the GPU of each command buffer that has completed, in seconds, while times are wanted.
     times: Option<Vec<[f64; 2]>>,
@@ -245,7 +246,7 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // What was launched runs, and an encoder must not be freed before it has ended.
+        // Earlier launches still run, and an encoder must not be freed before it has ended.
         self.commit();
     }
 }

@@ -1,4 +1,4 @@
-// What both targets have.
+// Definitions that both targets share.
 #ifdef FT_METAL
 // There is no offsetof: a struct whose size is the sum of its fields' has no padding, so offsets are sums of sizes too.
 #define FT_LAYOUT(S, field, offset) static_assert(sizeof(S) >= offset + sizeof(S::field), "layout of " #S "." #field)

@@ -19,7 +19,7 @@ pub struct Fault {
     pub lane: u32,
     /// The position of the threadgroup.
     pub group: [u32; 3],
-    /// What happened, with the values.
+    /// The description of the fault, with the values.
     pub message: String,
 }
 

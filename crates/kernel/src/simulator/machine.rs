@@ -140,7 +140,7 @@ pub(crate) struct Machine {
     stopping: Cell<bool>,
     fault: RefCell<Option<Fault>>,
     report: Cell<Report>,
-    /// Whether accesses are checked without being counted.
+    /// True if accesses are checked without being counted.
     uncounted: Cell<bool>,
 }
 
@@ -263,7 +263,7 @@ impl Machine {
         }
     }
 
-    /// Whether the launch ends early.
+    /// Returns true if the launch ends early.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.get()
     }

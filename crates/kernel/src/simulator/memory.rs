@@ -62,7 +62,7 @@ impl Memory {
         Self::uninit_of(T::TYPE, len)
     }
 
-    /// The same of a type that is a value.
+    /// [`Memory::uninit`] with the type as a value.
     pub(super) fn uninit_of(element: ScalarType, len: usize) -> Self {
         Self { element, content: Content::uninit(len * element.bytes()) }
     }
@@ -85,7 +85,7 @@ impl Memory {
         self.content.bytes.len() / self.element.bytes()
     }
 
-    /// Whether there is no element.
+    /// Returns true if there is no element.
     pub fn is_empty(&self) -> bool {
         self.content.bytes.is_empty()
     }
@@ -252,7 +252,7 @@ pub(super) struct CheckedRegion {
     pub(super) size: usize,
     /// The parameter or variable.
     pub(super) name: &'static str,
-    /// Whether the memory is a threadgroup's.
+    /// True if the memory is a threadgroup's.
     pub(super) shared: bool,
 }
 

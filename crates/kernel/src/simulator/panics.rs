@@ -5,7 +5,7 @@ use std::panic::PanicHookInfo;
 use std::sync::Once;
 
 thread_local! {
-    /// Whether a simulated thread runs on this thread of the host now.
+    /// True while a simulated thread runs on this thread of the host.
     static SIMULATING: Cell<bool> = const { Cell::new(false) };
     static PLACE: RefCell<Option<(String, u32)>> = const { RefCell::new(None) };
 }

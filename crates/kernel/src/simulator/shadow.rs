@@ -27,14 +27,14 @@ impl Access {
         self.group == other.group && self.thread == other.thread
     }
 
-    /// Whether `self`, which ran before, is before `now` in every order of threads.
+    /// Returns true if `self`, which ran before, is before `now` in every order of threads.
     fn before(&self, now: &Self) -> bool {
         self.same_thread(now)
             || self.group == now.group
                 && (self.epoch < now.epoch || self.same_simd(now) && self.simd_epoch < now.simd_epoch)
     }
 
-    /// Whether `self` and `now` are ordered alike with respect to all other accesses.
+    /// Returns true if `self` and `now` are ordered alike with respect to all other accesses.
     fn repeats(&self, now: &Self) -> bool {
         self.same_thread(now) && self.epoch == now.epoch && self.simd_epoch == now.simd_epoch
     }
@@ -42,9 +42,9 @@ impl Access {
 
 /// The uses of one kind that decide whether any earlier use races with a later one.
 ///
-/// Threadgroups run one after another, so that all uses by other threadgroups than the last user's are ordered alike with respect to later
-/// uses, and one of them is enough. The same holds within a threadgroup for uses by other SIMD groups, of which the latest is kept, and
-/// within a SIMD group for uses by other lanes.
+/// Threadgroups run one after another, so all uses by other threadgroups than the last user's are ordered
+/// alike with respect to later uses, and one of them is enough. Likewise one use by another SIMD group of the
+/// threadgroup is enough, the latest, and one by another lane of the SIMD group.
 #[derive(Clone, Copy, Debug, Default)]
 struct Uses {
     last: Option<Access>,

@@ -4,7 +4,7 @@ use super::Lower;
 use crate::ir::Passed;
 use crate::syntax::strip;
 
-/// Whether an expression may have effects where it stands.
+/// The place of an expression, which decides if it may have effects.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stands {
     /// Nothing else is evaluated beside it.
@@ -34,7 +34,8 @@ impl Lower<'_> {
         }
     }
 
-    /// Whether no call can change the value of an operand, which may then stand beside a call that writes.
+    /// Returns true if no call can change the value of an operand, which may then stand beside a call that
+    /// writes.
     pub(super) fn is_still(&self, expr: &syn::Expr) -> bool {
         match strip(expr) {
             syn::Expr::Lit(_) => true,

@@ -85,7 +85,7 @@ fn extent(value: &Expr) -> Option<(i128, i128, bool)> {
     Some((least, greatest, narrow && is_i32(least) && is_i32(greatest)))
 }
 
-/// Whether a literal of an expression is negated.
+/// Returns true if a literal of an expression is negated.
 fn has_sign(value: &Expr) -> bool {
     match &value.kind {
         Kind::Neg(_) => true,

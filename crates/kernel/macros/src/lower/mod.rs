@@ -47,7 +47,7 @@ pub(crate) struct Lowered {
     pub(crate) convergence: Convergence,
 }
 
-/// What the native function has to know about expressions.
+/// Facts about expressions that the native function needs.
 #[derive(Default)]
 pub(crate) struct Annotations {
     /// `&`, `|` and `^` of operands that are known to be `bool`.
@@ -69,7 +69,7 @@ pub(crate) struct SharedArray {
     pub(crate) length: syn::Expr,
 }
 
-/// What a function is checked against.
+/// The signature of a function, against which its body is checked, and the places for errors and dependences.
 pub(crate) struct Context<'a> {
     pub(crate) errors: &'a mut Errors,
     pub(crate) depends: &'a mut Depends,
@@ -108,7 +108,7 @@ pub(crate) fn body(
     Lowered { body, shared, annotations, convergence }
 }
 
-/// What a local name stands for.
+/// The variable that a local name refers to.
 #[derive(Clone, Debug)]
 struct Meaning {
     cpp: String,

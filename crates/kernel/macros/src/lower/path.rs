@@ -101,7 +101,7 @@ pub(super) fn without_last(path: &syn::Path) -> syn::Path {
     path
 }
 
-/// Whether a path begins in the standard library.
+/// Returns true if a path begins in the standard library.
 pub(super) fn of_std(path: &syn::Path) -> bool {
     let first = path.segments.first().map(|segment| segment.ident.to_string());
     path.segments.len() > 1 && matches!(first.as_deref(), Some("std" | "core" | "alloc"))

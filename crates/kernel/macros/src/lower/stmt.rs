@@ -212,7 +212,7 @@ impl Lower<'_> {
     }
 }
 
-/// Whether the value of an expression takes statements in C++.
+/// Returns true if C++ needs statements for the value of an expression.
 pub(super) fn needs_statements(expr: &syn::Expr) -> bool {
     match strip(expr) {
         syn::Expr::Struct(_) => true,
