@@ -236,7 +236,7 @@ fn conversion_rounds_to_nearest_even_and_keeps_nan() {
             }
         }
     }
-    // The same when reading.
+    // Reading rounds in the same way as storing.
     let mut cache = KvCache::new(CacheDesc::new(
         PAGED,
         CacheShape { layers: 1, kv_heads: 1, head_dim: n, value_dim: n },
@@ -1327,7 +1327,7 @@ fn append_cost() {
         let data = vec![bf16::from_f32(1.5); SEQUENCES * heads * dim];
         let kv = TensorView::packed(&data, [SEQUENCES, heads, dim]).unwrap();
         let kv = vec![(kv, kv); layers];
-        // The same rows at the same offsets of plain memory.
+        // Plain memory, written with equal rows at equal offsets, as the baseline.
         let mut plain = vec![vec![bf16::ZERO; pages * heads * 16 * dim]; 2 * layers];
         for memory in &mut plain {
             memory.fill(bf16::ONE);

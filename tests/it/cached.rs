@@ -392,7 +392,7 @@ fn a_batch_of_prompts_and_single_steps_gives_each_sequence_its_own_bits() {
 fn forks_rollbacks_and_evictions_leave_no_trace() {
     for model in models() {
         let a = Text::new(&model, 20, 200);
-        // The same prompt, another answer.
+        // Another answer to an equal prompt.
         let b = Text::splice(&model, &a, 130, &Text::new(&model, 21, 180));
         for runner in runners() {
             let (want_a, want_b) = (whole(&model, &a, &runner), whole(&model, &b, &runner));
@@ -414,7 +414,7 @@ fn forks_rollbacks_and_evictions_leave_no_trace() {
                     let got = step(&model, &runner, &cache, &batch);
                     assert!(got[0] == want_a[rows.clone()], "{} {layout:?} {at}", model.name);
                     assert!(got[1] == want_b[rows.clone()], "{} {layout:?} {at}", model.name);
-                    // The same sequence twice: its last row again.
+                    // A sequence listed twice: the second entry computes its last row again.
                     let batch = [(first, &a, rows.clone()), (first, &a, at + 4..at + 5)];
                     let got = step(&model, &runner, &cache, &batch);
                     assert!(got[1][0] == got[0][4], "{} {layout:?} {at}", model.name);
@@ -782,7 +782,7 @@ fn one_long_sequence_among_short_ones_is_split_alone() {
     let splits = plan.sequence_splits();
     assert!(splits[0] >= 16 && splits[1..].iter().all(|&n| n <= 1), "{splits:?}");
     assert!(plan.idle() < 0.1, "{}", plan.idle());
-    // The same sequences without prefixes need no more than a split per thread, and a few more for balance.
+    // Without prefixes the sequences need no more than a split per thread, and a few more for balance.
     assert!(plan.task_count() <= 2 * 15 + 2 * 64, "{}", plan.task_count());
 }
 

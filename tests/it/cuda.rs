@@ -341,7 +341,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let Some(cuda) = cuda() else { return };
     let case = |lens: &[usize]| {
         let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-        // The same name, and so the same queries.
+        // An equal name gives equal queries.
         Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
             .cached(&steps, 4096, Keep::All)
             .causal(QOffset::BottomRight)
@@ -368,7 +368,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     run.seconds().unwrap();
     assert!(read(&run, &out) == got);
 
-    // What a captured graph contains cannot change.
+    // A captured graph cannot change its launches.
     let mut window = second.problem.desc().clone();
     window.visibility = flashtile::Visibility::window(Some(9), Some(0));
     let window = cuda.plan(&window.validate().unwrap(), PlanOptions::default()).unwrap();

@@ -17,7 +17,7 @@ use flashtile_testkit::{
 };
 use std::time::{Duration, Instant};
 
-/// The same tensors, with tables that name pages outside the pool wherever no kept token needs one.
+/// Replaces tables by ones that name pages outside the pool wherever no kept token needs a page.
 fn with_junk_pages(built: &CaseData) -> CaseData {
     let mut junk = built.clone();
     let mut count = 0;
@@ -519,7 +519,7 @@ struct Scaled {
     /// Elements `d` of queries and of key `j`, from a number of a normal distribution.
     q: fn(usize, f32) -> f32,
     k: fn(usize, usize, f32) -> f32,
-    /// Whether devices compute it: they multiply the products alone, and may take subnormal numbers for zero.
+    /// True if devices compute it: they multiply the products alone, and may take subnormal numbers for zero.
     on_devices: bool,
 }
 

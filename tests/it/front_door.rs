@@ -13,7 +13,7 @@ fn numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| rng.normal()).collect()
 }
 
-/// What plan and run give.
+/// The outputs of a plan and its run.
 fn by_hand(desc: ProblemDesc, inputs: &Inputs<'_>) -> (Vec<f32>, Vec<f32>) {
     let cpu = Cpu::new();
     let plan = cpu.plan(&desc.validate().unwrap(), PlanOptions::default()).unwrap();
@@ -83,7 +83,7 @@ fn masks_of_fewer_axes_and_of_stride_0_are_those_written_out() {
     let x = TensorView::bhsd(&x, [2, 2, 9, 16]).unwrap();
     let by = |mask: MaskView<'_>| attention_vec::<f32>(x, x, x, &Attention::full().mask(mask)).unwrap();
     let bias = numbers(2 * 9 * 9, 7);
-    // What index an element of the mask written out has in `bias`.
+    // The mask written out: `at` is the index into `bias` of each of its elements.
     let written_out = |at: &dyn Fn([usize; 4]) -> usize| -> Vec<f32> {
         let place = |n: usize| [n / 162, n / 81 % 2, n / 9 % 9, n % 9];
         (0..2 * 2 * 81).map(|n| bias[at(place(n))]).collect()
@@ -273,7 +273,7 @@ fn step(cache: &mut KvCache, batch: &[(SeqId, usize)], options: Attention<'_>) -
     all
 }
 
-/// The same step by the parts that it consists of.
+/// [`step`] by the calls that a step consists of.
 fn step_by_hand(cache: &mut KvCache, batch: &[(SeqId, usize)], options: Attention<'_>) -> Vec<f32> {
     let total: usize = batch.iter().map(|&(_, n)| n).sum();
     let seqs: Vec<SeqId> = batch.iter().map(|&(seq, _)| seq).collect();

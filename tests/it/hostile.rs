@@ -526,7 +526,8 @@ fn pairs_of_the_largest_problems_are_counted() {
 const EXTREMES: [usize; 12] =
     [0, 1, 2, 3, 64, 512, 513, MAX_LEN, MAX_LEN + 1, 1 << 40, usize::MAX / 2, usize::MAX];
 
-/// Helpers of plain data answer, and validation refuses or accepts: nothing panics. What is accepted is planned or refused.
+/// Helpers of plain data answer, and validation refuses or accepts: nothing panics. Accepted descriptions are
+/// planned or refused.
 #[test]
 fn descriptions_of_any_numbers_do_no_harm() {
     let mut rng = Rng::new(4);

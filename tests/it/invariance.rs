@@ -1,4 +1,4 @@
-//! What the bits of an answer must not depend on, and how far a NaN may reach.
+//! Properties on which the bits of an answer must not depend, and rows that a NaN must not reach.
 
 use crate::support::{
     Row, all_runners, answer, build, copy, cuda_with_wgmma, fill, options, quantizing, row_bits, rows,
@@ -445,7 +445,8 @@ fn the_least_finite_bias_hides_nothing() {
     }
 }
 
-/// What a function returns on a thread whose floats are hostile, and that leaves them so.
+/// Calls a function on a thread with a hostile floating-point environment, and checks that the function
+/// leaves it so.
 fn in_hostile_floats<T>(f: impl FnOnce() -> T) -> T {
     let _floats = HostileFloats::set();
     let result = f();

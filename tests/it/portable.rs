@@ -19,7 +19,7 @@ fn runner(cuda: Cuda) -> CudaRunner {
     CudaRunner::new(cuda).with(options(None))
 }
 
-/// Whether kernels support the positions of a case.
+/// Returns true if kernels support the positions of a case.
 fn is_supported(case: &Case) -> bool {
     let problem = case.desc.clone().validate().unwrap();
     let plan = CudaPlan::new(&problem, &machines::T4, options(None));
@@ -48,7 +48,7 @@ fn the_catalogue_and_random_cases_pass() {
     assert!(passed > 500, "{passed}");
 }
 
-/// Whether a device of one multiprocessor runs prefill: a few rows fill it.
+/// Returns true if a device of one multiprocessor runs prefill: a few rows fill it.
 fn is_prefill(case: &Case) -> bool {
     let mut facts = machines::H200;
     facts.multiprocessors = 1;
@@ -114,7 +114,8 @@ fn enough_cases_are_cases_of_prefill() {
 #[test]
 fn quantized_cases_pass() {
     let Some(cuda) = cuda() else { return };
-    // What codes ask for without being asked, and the same at odd addresses and with all work in one threadgroup's turn.
+    // The kernels that plans choose for codes; then at odd addresses; then with all work in one threadgroup's
+    // turn.
     let runner = CudaRunner::new(cuda);
     let runners = [runner.clone(), runner.clone().odd(), runner.narrow()];
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
@@ -165,7 +166,7 @@ fn any_number_of_splits_is_within_the_limits() {
 /// Decode steps over sequences with these numbers of keys, each in one page of an equally large pool.
 fn steps(lens: &[usize]) -> Case {
     let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-    // The same name, and so the same queries.
+    // An equal name gives equal queries.
     Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
         .cached(&steps, 4096, Keep::All)
         .causal(QOffset::BottomRight)

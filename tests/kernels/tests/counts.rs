@@ -1,4 +1,5 @@
-//! What the portable kernels read, multiply and wait for, counted on the simulator: the numbers of `docs/kernels/metal.md`.
+//! Reads, products and barriers of the portable kernels, counted on the simulator: the numbers of
+//! `docs/kernels/metal.md`.
 
 use crate::natives;
 use flashtile::{
@@ -159,7 +160,8 @@ fn plan(problem: &Problem, facts: &GpuFacts) -> Plan {
     Plan::new(problem, facts, PlanOptions::default(), None).unwrap()
 }
 
-/// What plans for the same tile have in common: not how many threadgroups a core holds.
+/// The properties that all plans for a tile share; the number of threadgroups a core holds is not one of
+/// them.
 fn shape(tile: &PortableTile) -> (usize, usize, usize, bool) {
     (tile.rows(), tile.keys(), tile.simds(), tile.is_prefill())
 }

@@ -1,5 +1,5 @@
-//! Every number of keys up to several tiles. What follows the last key in its page or batch entry must not be read,
-//! and is NaN.
+//! Every number of keys up to several tiles. Rows behind the last key in its page or batch entry must not be
+//! read, and are NaN.
 
 use crate::support::{PREFILL, TILE, all_pass, runner};
 use flashtile::{Codec, Dtype, QOffset::BottomRight};

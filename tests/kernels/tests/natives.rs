@@ -361,7 +361,7 @@ fn prefills() -> Vec<Instance> {
     }
 }
 
-/// The same with types of q and of both products, and formats.
+/// Native prefill kernels with given types of q and of both products, and given formats.
 macro_rules! mixed_prefills {
     ($([$m:literal $u:literal $s:literal $w:literal] $q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal;)*) => {
         vec![$(native_prefill!([$q, $k, $v] [$kf, $vf, $d, $dv] [$m, $u, $s, $w])),*]

@@ -15,7 +15,7 @@ use flashtile_metal::{DispatchType, HostPages, ScalarType, dense, tensor};
 use flashtile_metal_standin::{Profile, Timing, all_live};
 use support::{Tensors, control_of, metal};
 
-/// What an engine does with a device, failures included.
+/// The calls of an engine on a device, failures included.
 fn session(timing: Timing) {
     let metal = metal(Profile::m3_max());
     let control = control_of(&metal);

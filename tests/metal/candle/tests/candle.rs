@@ -158,7 +158,7 @@ fn chain([q, k, v]: &[Tensor; 3], rounds: usize, copies: bool) -> Result<Tensor>
     let mut x = q.clone();
     for _ in 0..rounds {
         let next = flash_attn(&x, k, v, 0.125, true)?;
-        // What is dropped here, launches may still read.
+        // Launches may still read the tensor that is dropped here.
         x = if copies { next.copy()? } else { next };
     }
     Ok(x)

@@ -74,7 +74,7 @@ fn steps_of_decoding_in_command_buffers_of_the_caller() {
     let mut cache = metal.kv_cache(of_cache).unwrap();
     let mut session = metal.session();
     let sequence = cache.create().unwrap();
-    // The same cache on the host, over which the reference computes.
+    // A cache on the host with equal contents, over which the reference computes.
     let mut host = KvCache::new(of_cache).unwrap();
     let on_host = host.create().unwrap();
     for step in 0..6 {

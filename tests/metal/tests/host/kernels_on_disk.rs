@@ -53,7 +53,7 @@ fn a_second_process_compiles_nothing_and_damaged_archives_are_rebuilt() {
     // Another device, and another version of the system, have archives of their own.
     again(folder.path(), IN_A_PROCESS, "other device");
     assert!(files().len() > kept.len());
-    // What cannot be kept is said and does not hinder.
+    // A folder that cannot be written is reported, and kernels still run.
     let file = folder.path().join("file");
     std::fs::write(&file, "").unwrap();
     again(&file.join("folder"), IN_A_PROCESS, "not kept");

@@ -1,4 +1,5 @@
-//! What launches wait for: barriers where a plan has an edge, events between queues, and writes of the host behind launches.
+//! The order of launches: barriers where a plan has an edge, events between queues, and writes of the host
+//! behind launches.
 
 use crate::support::{Tensors, control_of, expected, metal};
 use flashtile_kernel::HostAccess;
@@ -32,7 +33,7 @@ fn barriers_lie_where_a_plan_has_an_edge() {
                 session
                     .encode(&commands, dispatch, |session| {
                         session.run(&desc, &inputs, &mut outputs)?;
-                        // The same over the same workspace.
+                        // A second run over the workspace of the first.
                         session.run(&desc, &inputs, &mut outputs)
                     })
                     .unwrap();
@@ -367,7 +368,7 @@ fn results_of_the_callers_command_buffers_are_waited_for() {
 
 #[test]
 fn labels_and_captures_are_seen() {
-    // What the environment allows is the process's.
+    // The environment decides for a whole process whether captures are allowed.
     let run = |value: &str| {
         std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "order::in_a_process_that_may_capture", "--ignored"])

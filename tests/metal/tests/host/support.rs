@@ -11,7 +11,7 @@ pub(crate) fn metal(profile: Profile) -> Metal {
     autoreleasepool(|_| Metal::with_device(device(profile))).unwrap()
 }
 
-/// What a test asks of the device.
+/// The control by which a test steers the device.
 pub(crate) fn control_of(metal: &Metal) -> Control {
     control(metal.gpu().device())
 }
@@ -117,7 +117,7 @@ impl Tensors {
     }
 }
 
-/// What the same device gives for the same problem by a session of its own.
+/// The output of a session of its own on the device, for a problem of these lengths.
 pub(crate) fn expected(metal: &Metal, q_len: usize, kv_len: usize) -> Vec<f32> {
     let mut tensors = Tensors::new(metal, q_len, kv_len);
     let desc = tensors.desc();

@@ -1,4 +1,4 @@
-//! What the tests' host has in common: a device with a queue, and short names for what objc2-metal spells out.
+//! Helpers of the tests' host: a device with a queue, and short names for long calls of objc2-metal.
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -114,7 +114,7 @@ fn untracked_resources_need_fences() {
     }
 }
 
-/// What was complete when work was committed needs no fence.
+/// Work that had completed when other work was committed needs no fence.
 #[test]
 fn completion_orders() {
     let host = Host::new();
@@ -169,7 +169,7 @@ fn the_cpu_keeps_off_memory_in_flight() {
         commands.commit();
         write(&x, 256, 7u32);
         assert_eq!(wait(&commands), Ok(()));
-        // What the GPU wrote before the CPU looked is no write of the CPU.
+        // A write of the GPU before the CPU looked is no write of the CPU.
         let (first, second) = (host.commands(), host.commands());
         encode(&first, |e| host.put(e, &x, 0, 3));
         encode(&second, |e| host.copy(e, &x, &y));

@@ -84,7 +84,7 @@ fn the_cpu_signals_and_waits() {
         assert!(event.waitUntilSignaledValue_timeoutMS(2, 20_000));
         assert_eq!((event.signaledValue(), read::<u32>(&x)[0]), (2, 1));
         assert_eq!(wait(&commands), Ok(()));
-        // The same event by its handle.
+        // A second event object, made from the event's handle, has its value.
         let other = host.device.newSharedEventWithHandle(&event.newSharedEventHandle()).unwrap();
         assert_eq!(other.signaledValue(), 2);
     });

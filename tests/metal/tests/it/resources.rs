@@ -89,7 +89,7 @@ fn heaps_hold_buffers() {
             host.copy(e, &x, &y);
         });
         assert_eq!((ran, read::<u32>(&y)), (Ok(()), vec![1; 64]));
-        // What is aliasable is given out again.
+        // The heap gives out memory again once it is aliasable.
         unsafe { x.makeAliasable() };
         assert!(x.isAliasable());
         let z = heap.newBufferWithLength_options(256, options).unwrap();

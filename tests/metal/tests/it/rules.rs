@@ -9,19 +9,19 @@ use objc2_metal::*;
 
 use crate::host::{Commands, Encoder, Host, bind, encode, finish, options, refused, says, set, size, string};
 
-/// What a host is told that encodes this.
+/// The message for a host that encodes this.
 fn encoding(what: impl FnOnce(&Host, &Encoder)) -> String {
     let host = Host::new();
     refused(|| what(&host, &host.commands().computeCommandEncoder().unwrap()))
 }
 
-/// What a host is told that does this with a command buffer.
+/// The message for a host that does this with a command buffer.
 fn commanding(what: impl FnOnce(&Host, &Commands)) -> String {
     let host = Host::new();
     refused(|| what(&host, &host.commands()))
 }
 
-/// What a host is told that does this with a device.
+/// The message for a host that does this with a device.
 fn using(what: impl FnOnce(&Host)) -> String {
     let host = Host::new();
     refused(|| what(&host))

@@ -1,4 +1,4 @@
-//! What hosts leave for tools: labels, groups and captures.
+//! Information of hosts for tools: labels, groups and captures.
 
 use flashtile_metal_standin::Entry;
 use objc2::rc::autoreleasepool;
