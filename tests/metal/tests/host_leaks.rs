@@ -11,7 +11,7 @@ use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{Codec, Dtype};
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandQueue};
-use flashtile_metal::{DispatchType, HostPages, ScalarType, dense, tensor};
+use flashtile_metal::{DispatchType, Encode, GpuTensor, HostPages, ScalarType, dense};
 use flashtile_metal_standin::{Profile, Timing, all_live};
 use support::{Tensors, control_of, metal};
 
@@ -51,7 +51,7 @@ fn session(timing: Timing) {
     let sequence = cache.create().unwrap();
     let of_rows = [1, 2, 20, 64];
     let rows = metal.gpu().buffer_from(&vec![0.5f32; 2 * 20 * 64]).unwrap();
-    let view = || tensor(&rows, of_rows, dense(of_rows)).unwrap();
+    let view = || GpuTensor::new(rows.view(), of_rows, dense(of_rows)).unwrap();
     cache.append(&[(sequence, 20)], &[(view(), view())]).unwrap();
     cache.check_stored().unwrap();
     control.fail_library("no program");

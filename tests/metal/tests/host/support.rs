@@ -2,7 +2,9 @@
 
 use flashtile::PlanOptions;
 use flashtile_metal::objc2::rc::autoreleasepool;
-use flashtile_metal::{Memory, Metal, MetalInputs, MetalOutputs, ScalarType, dense, kv, tensor, tensor_mut};
+use flashtile_metal::{
+    GpuInputs, GpuKv, GpuOutputs, GpuTensor, GpuTensorMut, Memory, Metal, ScalarType, dense,
+};
 use flashtile_metal_standin::{Control, Order, Profile, Timing, control, device};
 use flashtile_testkit::{Answer, Case, CaseData, Guarded, MetalPath, MetalRunner, Runner};
 
@@ -101,14 +103,13 @@ impl Tensors {
         desc
     }
 
-    pub(crate) fn tensors(&mut self) -> (MetalInputs<'_, Memory>, MetalOutputs<'_, Memory>) {
-        let (q, kv_dense) = (dense(self.q_shape), dense(self.kv_shape));
-        let inputs = MetalInputs::new(
-            tensor(&self.q, self.q_shape, q).unwrap(),
-            kv(&self.k, self.kv_shape, kv_dense).unwrap(),
-            kv(&self.v, self.kv_shape, kv_dense).unwrap(),
-        );
-        (inputs, MetalOutputs::new(tensor_mut(&mut self.out, self.q_shape, q).unwrap()))
+    pub(crate) fn tensors(&mut self) -> (GpuInputs<'_, Memory>, GpuOutputs<'_, Memory>) {
+        let view = |memory: &Memory, shape| GpuTensor::new(memory.view(), shape, dense(shape)).unwrap();
+        let (q, k, v) =
+            (view(&self.q, self.q_shape), view(&self.k, self.kv_shape), view(&self.v, self.kv_shape));
+        let inputs = GpuInputs::new(q, GpuKv::elements(k).unwrap(), GpuKv::elements(v).unwrap());
+        let out = GpuTensorMut::new(self.out.view_mut(), self.q_shape, dense(self.q_shape)).unwrap();
+        (inputs, GpuOutputs::new(out))
     }
 
     /// The results, once the queue has completed.
