@@ -1,6 +1,6 @@
 //! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
 
-use crate::support::{control_of, metal};
+use crate::support::{control_of, metal, view};
 use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{
     BlockTables, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqId, SeqLens, TensorView, Visibility,
@@ -8,9 +8,7 @@ use flashtile::{
 };
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandQueue};
-use flashtile_metal::{
-    DispatchType, Encode, GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut, Memory, ScalarType,
-};
+use flashtile_metal::{DispatchType, Encode, GpuInputs, GpuOutputs, GpuTensorMut, ScalarType};
 use flashtile_metal_standin::{Order, Profile, Timing};
 use flashtile_testkit::CacheTwins;
 
@@ -100,14 +98,14 @@ fn steps_of_decoding_in_command_buffers_of_the_caller() {
         autoreleasepool(|_| {
             let commands = metal.gpu().queue().unwrap().commandBuffer().unwrap();
             let appended = cache.encode(&commands, DispatchType::Concurrent, |cache| {
-                let view = |memory: &Memory| GpuTensor::new(memory.view(), of_kv, strides(2)).unwrap();
-                cache.append(&[(sequence, tokens)], &[(view(&k), view(&v))])
+                let [k, v] = [&k, &v].map(|memory| view(memory, of_kv, strides(2)));
+                cache.append(&[(sequence, tokens)], &[(k, v)])
             });
             appended.unwrap();
             let desc = desc_of(&host, on_host, tokens);
             let tables: BlockTables = cache.tables(&[sequence]).unwrap();
             let [k, v] = cache.store().kv(0);
-            let inputs = GpuInputs::new(GpuTensor::new(q.view(), of_q, strides(4)).unwrap(), k, v);
+            let inputs = GpuInputs::new(view(&q, of_q, strides(4)), k, v);
             let out = GpuTensorMut::new(out.view_mut(), of_q, strides(4)).unwrap();
             let mut outputs = GpuOutputs::new(out);
             session

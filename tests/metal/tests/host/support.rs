@@ -59,6 +59,11 @@ pub(crate) fn fill(tensor: &mut Guarded, value: impl Fn([usize; 4]) -> f32) {
     }
 }
 
+/// The tensor of these strides at the start of a memory.
+pub(crate) fn view(memory: &Memory, shape: [usize; 4], strides: [usize; 4]) -> GpuTensor<'_, Memory> {
+    GpuTensor::new(memory.view(), shape, strides).unwrap()
+}
+
 /// Tensors of a decode step or a prefill in the memory of a device, of 8 query heads, 2 key/value heads and rows of 64 in f32.
 pub(crate) struct Tensors {
     pub(crate) q: Memory,
@@ -104,9 +109,8 @@ impl Tensors {
     }
 
     pub(crate) fn tensors(&mut self) -> (GpuInputs<'_, Memory>, GpuOutputs<'_, Memory>) {
-        let view = |memory: &Memory, shape| GpuTensor::new(memory.view(), shape, dense(shape)).unwrap();
-        let (q, k, v) =
-            (view(&self.q, self.q_shape), view(&self.k, self.kv_shape), view(&self.v, self.kv_shape));
+        let [q, k, v] = [(&self.q, self.q_shape), (&self.k, self.kv_shape), (&self.v, self.kv_shape)]
+            .map(|(memory, shape)| view(memory, shape, dense(shape)));
         let inputs = GpuInputs::new(q, GpuKv::elements(k).unwrap(), GpuKv::elements(v).unwrap());
         let out = GpuTensorMut::new(self.out.view_mut(), self.q_shape, dense(self.q_shape)).unwrap();
         (inputs, GpuOutputs::new(out))
