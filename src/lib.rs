@@ -162,6 +162,19 @@ pub mod simulator {
 }
 
 #[cfg(feature = "gpu")]
+pub mod gpu {
+    //! Sessions and tensors of every GPU backend, for code that serves more than one: each takes the [`Engine`] of its device.
+
+    pub use flashtile_gpu::SessionError;
+    pub use flashtile_gpu::codecs::scalar_type;
+    pub use flashtile_gpu::engine::{Engine, MemoryOf, PortableEngine};
+    pub use flashtile_gpu::session::Session;
+    pub use flashtile_gpu::tensors::{
+        GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut, dtype_of,
+    };
+}
+
+#[cfg(feature = "gpu")]
 pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.
 

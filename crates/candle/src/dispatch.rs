@@ -40,11 +40,11 @@ pub(crate) fn apply(
     let Qkv { q, k, v } = tensors;
     #[cfg(feature = "cuda")]
     if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_cuda()) {
-        return crate::cuda::apply(name, tensors, options, tensor.device());
+        return crate::gpu::apply(name, tensors, options, tensor.device());
     }
     #[cfg(feature = "metal")]
     if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_metal()) {
-        return crate::metal::apply(name, tensors, options, tensor.device());
+        return crate::gpu::apply(name, tensors, options, tensor.device());
     }
     tensors.each(check_device)?;
     if options.lse {

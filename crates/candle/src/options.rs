@@ -1,8 +1,8 @@
 //! Attention with every option.
 
 use crate::storage::{
-    Axes, CallAxes, Qkv, Stored, TensorLayout, check_no_gradient, list_f32, read, refused, refused_shape,
-    write_new, zeros,
+    Axes, CallAxes, Qkv, Stored, TensorLayout, check_device, check_no_gradient, list_f32, read, refused,
+    refused_shape, write_new, zeros,
 };
 use candle_core::{CpuStorage, Result, Shape, Tensor};
 use flashtile::{
@@ -27,14 +27,16 @@ pub enum Mask {
 impl Mask {
     /// Calls a function with the mask of options, if any.
     fn with<T>(mask: Option<&Self>, run: impl FnOnce(Option<MaskView<'_>>) -> Result<T>) -> Result<T> {
-        match mask {
-            None => run(None),
-            Some(Self::Visible(tensor)) => read("mask", tensor, |stored| run(Some(stored.mask(true)?))),
+        let (tensor, visible) = match mask {
+            None => return run(None),
+            Some(Self::Visible(tensor)) => (tensor, true),
             Some(Self::Additive(tensor)) => {
                 check_no_gradient("mask", tensor)?;
-                read("mask", tensor, |stored| run(Some(stored.mask(false)?)))
+                (tensor, false)
             }
-        }
+        };
+        check_device("mask", tensor)?;
+        read("mask", tensor, |stored: Stored<'_>| run(Some(stored.mask(visible)?)))
     }
 }
 
@@ -205,6 +207,23 @@ impl Options {
             Sequences::Cached { .. } => CallAxes { q: Axes::Packed, kv: dense },
             Sequences::Dense | Sequences::Padded { .. } => CallAxes { q: dense, kv: dense },
         }
+    }
+
+    /// The problem of tensors `[batch, heads, rows, dim]`, without a mask.
+    #[cfg(any(feature = "cuda", feature = "metal"))]
+    pub(crate) fn desc(&self, dtype: flashtile::Dtype, shapes: Qkv<[usize; 4]>) -> ProblemDesc {
+        let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (shapes.q, shapes.k);
+        let value_dim = shapes.v[3];
+        let dims = flashtile::Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let mut desc = ProblemDesc::new(dims, dtype);
+        desc.visibility = self.visibility;
+        desc.q_offset = self.q_offset;
+        desc.scale = self.scale;
+        desc.softcap = self.softcap;
+        desc.alibi = self.alibi_slopes.is_some();
+        desc.sinks = self.sinks.is_some();
+        self.set_sequences(&mut desc);
+        desc
     }
 
     /// Sets how a problem divides into sequences.

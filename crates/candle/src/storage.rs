@@ -1,12 +1,14 @@
 //! Memory of candle tensors, as views.
 
+use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp3, DType, DeviceLocation, Error, Layout, Result, Shape, Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, DeviceLocation, Error, Layout, MetalStorage,
+    Result, Shape, Tensor, WithDType, bail,
 };
-use candle_core::{WithDType, bail};
 use flashtile::{CacheError, Dtype, Element, MaskView, RunError, TensorView, TensorViewMut};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
+use std::any::Any;
 use std::cell::Cell;
 
 /// Order of the axes of a tensor.
@@ -134,12 +136,32 @@ pub(crate) fn logical_mask(layout: &Layout) -> Result<([usize; 4], [usize; 4])> 
     Ok((shape, of))
 }
 
-/// Memory of a tensor on the CPU, and how it is laid out.
+/// Checks that every element of a layout, which has some, lies in memory of `len` elements.
+#[cfg(any(feature = "cuda", feature = "metal"))]
+pub(crate) fn check_inside(name: &str, layout: &Layout, len: usize) -> Result<()> {
+    let mut axes = layout.dims().iter().zip(layout.stride());
+    let last = axes.try_fold(layout.start_offset(), |last, (&n, &stride)| {
+        last.checked_add((n - 1).checked_mul(stride)?)
+    });
+    if last.is_none_or(|last| last >= len) {
+        bail!("{name} lies outside its memory")
+    }
+    Ok(())
+}
+
+/// Memory of a tensor, and how it is laid out.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Stored<'a> {
+pub(crate) struct Stored<'a, S = CpuStorage> {
     pub(crate) name: &'static str,
-    pub(crate) storage: &'a CpuStorage,
+    pub(crate) storage: &'a S,
     pub(crate) layout: &'a Layout,
+}
+
+impl<S: BackendStorage> Stored<'_, S> {
+    /// The error for a tensor of another dtype.
+    pub(crate) fn unexpected(&self, expected: &str) -> Error {
+        Error::msg(format!("{} is {:?}, expected {expected}", self.name, self.storage.dtype()))
+    }
 }
 
 impl<'a> Stored<'a> {
@@ -160,15 +182,9 @@ impl<'a> Stored<'a> {
             CpuStorage::F32(_) => TensorView::strided(self.elements::<f32>()?, shape, strides),
             CpuStorage::F16(_) => TensorView::strided(self.elements::<f16>()?, shape, strides),
             CpuStorage::BF16(_) => TensorView::strided(self.elements::<bf16>()?, shape, strides),
-            _ => return Err(self.dtype("F32, F16 or BF16")),
+            _ => return Err(self.unexpected("F32, F16 or BF16")),
         };
         view.map_err(|error| Error::msg(format!("{}: {error}", self.name)))
-    }
-
-    fn dtype(&self, expected: &str) -> Error {
-        use candle_core::backend::BackendStorage;
-        let got = self.storage.dtype();
-        Error::msg(format!("{} is {got:?}, expected {expected}", self.name))
     }
 
     /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
@@ -185,8 +201,8 @@ impl<'a> Stored<'a> {
             (CpuStorage::BF16(_), false) => {
                 MaskView::additive_strided(self.elements::<bf16>()?, shape, strides)
             }
-            (_, true) => return Err(self.dtype("U8, where 1 is visible")),
-            (_, false) => return Err(self.dtype("F32, F16 or BF16, which is added to scores")),
+            (_, true) => return Err(self.unexpected("U8, where 1 is visible")),
+            (_, false) => return Err(self.unexpected("F32, F16 or BF16, which is added to scores")),
         };
         mask.map_err(|error| Error::msg(format!("mask: {error}")))
     }
@@ -312,37 +328,59 @@ impl<F: Fn(Qkv<Stored<'_>>) -> Result<(CpuStorage, Shape)>> CustomOp3 for Op<F> 
     }
 }
 
-/// A function that runs once, with the memory of a tensor.
+/// A function that runs once, with the storage and the layout of a tensor.
 struct Read<F> {
     name: &'static str,
     run: Cell<Option<F>>,
 }
 
-impl<F: FnOnce(Stored<'_>) -> Result<()>> CustomOp1 for Read<F> {
+impl<F: FnOnce(&dyn Any, &Layout)> Read<F> {
+    fn call<T>(&self, storage: &dyn Any, layout: &Layout) -> Result<T> {
+        if let Some(run) = self.run.take() {
+            run(storage, layout);
+        }
+        // An operator gives a tensor. This one has none, and memory of a device for it would be allocated in vain.
+        Err(Error::Msg(String::new()))
+    }
+}
+
+impl<F: FnOnce(&dyn Any, &Layout)> CustomOp1 for Read<F> {
     fn name(&self) -> &'static str {
         self.name
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        if let Some(run) = self.run.take() {
-            run(Stored { name: self.name, storage, layout })?;
-        }
-        Ok((CpuStorage::U8(Vec::new()), Shape::from(0)))
+        self.call(storage, layout)
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.call(storage, layout)
+    }
+
+    fn metal_fwd(&self, storage: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.call(storage, layout)
     }
 }
 
 /// Calls a function with the memory of a tensor, which is locked for reading. Unlike `Tensor::storage_and_layout`, this cannot wait
 /// for itself where another tensor of the same memory is locked already.
-pub(crate) fn read<T>(
+pub(crate) fn read<S: 'static, T>(
     name: &'static str,
     tensor: &Tensor,
-    run: impl FnOnce(Stored<'_>) -> Result<T>,
+    run: impl FnOnce(Stored<'_, S>) -> Result<T>,
 ) -> Result<T> {
-    check_device(name, tensor)?;
     let mut result = None;
-    let keep = |stored: Stored<'_>| run(stored).map(|value| result = Some(value));
-    tensor.apply_op1_no_bwd(&Read { name, run: Cell::new(Some(keep)) })?;
-    result.ok_or_else(|| Error::msg(format!("{name} was not read")))
+    let keep = |storage: &dyn Any, layout: &Layout| {
+        result = Some(match storage.downcast_ref() {
+            Some(storage) => run(Stored { name, storage, layout }),
+            None => Err(unsupported_device(name, tensor.device().location())),
+        });
+    };
+    let ended = tensor.apply_op1_no_bwd(&Read { name, run: Cell::new(Some(keep)) });
+    result.unwrap_or_else(|| match ended {
+        Err(error) => Err(error),
+        Ok(_) => Err(Error::msg(format!("{name} was not read"))),
+    })
 }
 
 /// A list of f32, such as ALiBi slopes.

@@ -10,7 +10,7 @@
 //!
 //! ```no_run
 //! # #[cfg(target_vendor = "apple")] {
-//! use flashtile::metal::{Metal, MetalInputs, MetalKv, MetalOutputs, MetalTensor, MetalTensorMut, ScalarType, dense};
+//! use flashtile::metal::{GpuInputs, GpuKv, GpuOutputs, GpuTensor, GpuTensorMut, Metal, ScalarType, dense};
 //! use flashtile::{Dims, Dtype, ProblemDesc, Visibility};
 //! let metal = Metal::new()?;
 //! let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 512, kv_len: 512, head_dim: 128, value_dim: 128 };
@@ -18,14 +18,14 @@
 //! let (q, k, v) = (elements(dims.q_shape())?, elements(dims.k_shape())?, elements(dims.v_shape())?);
 //! let mut out = elements(dims.out_shape())?;
 //! let [of_q, of_k, of_v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
-//! let (k, v) = (MetalTensor::new(k.view(), of_k, dense(of_k))?, MetalTensor::new(v.view(), of_v, dense(of_v))?);
-//! let q = MetalTensor::new(q.view(), of_q, dense(of_q))?;
-//! let inputs = MetalInputs::new(q, MetalKv::elements(k)?, MetalKv::elements(v)?);
+//! let (k, v) = (GpuTensor::new(k.view(), of_k, dense(of_k))?, GpuTensor::new(v.view(), of_v, dense(of_v))?);
+//! let q = GpuTensor::new(q.view(), of_q, dense(of_q))?;
+//! let inputs = GpuInputs::new(q, GpuKv::elements(k)?, GpuKv::elements(v)?);
 //! let mut desc = ProblemDesc::new(dims, Dtype::F16);
 //! desc.visibility = Visibility::causal();
 //! let mut session = metal.session();
 //! let of_out = dims.out_shape();
-//! let mut outputs = MetalOutputs::new(MetalTensorMut::new(out.view_mut(), of_out, dense(of_out))?);
+//! let mut outputs = GpuOutputs::new(GpuTensorMut::new(out.view_mut(), of_out, dense(of_out))?);
 //! session.run(&desc, &inputs, &mut outputs)?;
 //! metal.gpu().synchronize()?;
 //! # }
@@ -61,11 +61,8 @@ pub use {
     error::MetalError,
     flashtile_core::tensor::dense,
     flashtile_gpu::SessionError,
-    flashtile_gpu::cache::{GpuRows as MetalRows, GpuRowsMut as MetalRowsMut, StoreError},
-    flashtile_gpu::tensors::{
-        GpuInputs as MetalInputs, GpuKv as MetalKv, GpuMask as MetalMask, GpuOutputs as MetalOutputs,
-        GpuTables as MetalTables, GpuTensor as MetalTensor, GpuTensorMut as MetalTensorMut,
-    },
+    flashtile_gpu::cache::{GpuRows, GpuRowsMut, StoreError},
+    flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut},
     flashtile_kernel::metal::{
         Buffer, CACHE_VARIABLE, CommandBuffer, CommandBufferError, CommandQueue, ComputeEncoder,
         DispatchType, Error as DeviceError, ForeignEncoder, Gpu, HostPages, Memory, MetalDevice, SharedEvent,

@@ -19,10 +19,10 @@ use flashtile_kernel::metal::{CommandBuffer, ComputeEncoder, DispatchType, Error
 ///
 /// ```no_run
 /// # #[cfg(target_vendor = "apple")] {
-/// use flashtile::metal::{DispatchType, Encode, Metal, MetalInputs, MetalOutputs, objc2_metal::MTLCommandQueue};
+/// use flashtile::metal::{DispatchType, Encode, GpuInputs, GpuOutputs, Memory, Metal, objc2_metal::MTLCommandQueue};
 /// # use flashtile::metal::CommandQueue;
 /// use flashtile::{Dims, Dtype, ProblemDesc};
-/// # fn tensors<'a>() -> (MetalInputs<'a, flashtile::metal::Memory>, MetalOutputs<'a, flashtile::metal::Memory>) { unimplemented!() }
+/// # fn tensors<'a>() -> (GpuInputs<'a, Memory>, GpuOutputs<'a, Memory>) { unimplemented!() }
 /// # fn queue() -> CommandQueue { unimplemented!() }
 /// let queue = queue(); // of the engine
 /// let metal = Metal::with_queue(queue.clone())?;

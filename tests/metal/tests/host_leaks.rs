@@ -11,9 +11,9 @@ use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{Codec, Dtype};
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandQueue};
-use flashtile_metal::{DispatchType, HostPages, ScalarType, dense, tensor};
+use flashtile_metal::{DispatchType, Encode, HostPages, ScalarType, dense};
 use flashtile_metal_standin::{Profile, Timing, all_live};
-use support::{Tensors, control_of, metal};
+use support::{Tensors, control_of, metal, view};
 
 /// The calls of an engine on a device, failures included.
 fn session(timing: Timing) {
@@ -51,8 +51,8 @@ fn session(timing: Timing) {
     let sequence = cache.create().unwrap();
     let of_rows = [1, 2, 20, 64];
     let rows = metal.gpu().buffer_from(&vec![0.5f32; 2 * 20 * 64]).unwrap();
-    let view = || tensor(&rows, of_rows, dense(of_rows)).unwrap();
-    cache.append(&[(sequence, 20)], &[(view(), view())]).unwrap();
+    let rows = view(&rows, of_rows, dense(of_rows));
+    cache.append(&[(sequence, 20)], &[(rows, rows)]).unwrap();
     cache.check_stored().unwrap();
     control.fail_library("no program");
     let mut wide = tensors.desc();

@@ -1,6 +1,6 @@
 //! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
 
-use crate::support::{control_of, metal};
+use crate::support::{control_of, metal, view};
 use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{
     BlockTables, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqId, SeqLens, TensorView, Visibility,
@@ -8,9 +8,7 @@ use flashtile::{
 };
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandQueue};
-use flashtile_metal::{
-    DispatchType, MetalInputs, MetalOutputs, ScalarType, encode_cache, tensor, tensor_mut,
-};
+use flashtile_metal::{DispatchType, Encode, GpuInputs, GpuOutputs, GpuTensorMut, ScalarType};
 use flashtile_metal_standin::{Order, Profile, Timing};
 use flashtile_testkit::CacheTwins;
 
@@ -99,16 +97,17 @@ fn steps_of_decoding_in_command_buffers_of_the_caller() {
         let made = control.counters().buffers;
         autoreleasepool(|_| {
             let commands = metal.gpu().queue().unwrap().commandBuffer().unwrap();
-            encode_cache(&mut cache, &commands, DispatchType::Concurrent, |cache| {
-                let view = |memory| tensor(memory, of_kv, strides(2)).unwrap();
-                cache.append(&[(sequence, tokens)], &[(view(&k), view(&v))])
-            })
-            .unwrap();
+            let appended = cache.encode(&commands, DispatchType::Concurrent, |cache| {
+                let [k, v] = [&k, &v].map(|memory| view(memory, of_kv, strides(2)));
+                cache.append(&[(sequence, tokens)], &[(k, v)])
+            });
+            appended.unwrap();
             let desc = desc_of(&host, on_host, tokens);
             let tables: BlockTables = cache.tables(&[sequence]).unwrap();
             let [k, v] = cache.store().kv(0);
-            let inputs = MetalInputs::new(tensor(&q, of_q, strides(4)).unwrap(), k, v);
-            let mut outputs = MetalOutputs::new(tensor_mut(&mut out, of_q, strides(4)).unwrap());
+            let inputs = GpuInputs::new(view(&q, of_q, strides(4)), k, v);
+            let out = GpuTensorMut::new(out.view_mut(), of_q, strides(4)).unwrap();
+            let mut outputs = GpuOutputs::new(out);
             session
                 .encode(&commands, DispatchType::Concurrent, |session| {
                     session.run_paged(&desc, &inputs, &tables, &mut outputs)

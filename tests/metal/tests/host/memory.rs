@@ -1,10 +1,11 @@
 //! Memory: pages of the host without copies, buffers of the caller's, and devices of the caller's.
 
 use crate::support::{Tensors, control_of, expected, metal};
+use flashtile::ViewError;
 use flashtile_kernel::Device;
 use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLBuffer, MTLDevice};
-use flashtile_metal::{DeviceError, HostPages, Metal, ScalarType, dense, kv, tensor};
+use flashtile_metal::{DeviceError, GpuKv, GpuTensor, HostPages, Metal, ScalarType, dense};
 use flashtile_metal_standin::{Profile, device};
 
 #[test]
@@ -59,16 +60,15 @@ fn shapes_and_strides_are_checked() {
     let metal = metal(Profile::m3_max());
     let memory = metal.zeros(ScalarType::F16, [1, 2, 3, 64]).unwrap();
     let refuse = |shape: [usize; 4], strides: [usize; 4], why: &str| {
-        let error = tensor(&memory, shape, strides).unwrap_err().to_string();
-        assert!(error.contains(why), "{error}");
-        let error = kv(&memory, shape, strides).unwrap_err().to_string();
+        let error = GpuTensor::new(memory.view(), shape, strides).unwrap_err().to_string();
         assert!(error.contains(why), "{error}");
     };
     refuse([1, 2, 4, 64], dense([1, 2, 4, 64]), "view reaches 512 elements, memory holds 384");
     refuse([1, 2, 3, 64], [0, 192, 64, 2], "innermost stride is 2");
     refuse([usize::MAX, 2, 3, 64], [usize::MAX, 1, 1, 1], "not addressable");
     let words = metal.gpu().buffer_from(&[0u32; 64]).unwrap();
-    assert!(kv(&words, [1, 1, 1, 64], dense([1, 1, 1, 64])).is_err());
+    let words = GpuTensor::new(words.view(), [1, 1, 1, 64], dense([1, 1, 1, 64])).unwrap();
+    assert_eq!(GpuKv::elements(words).unwrap_err(), ViewError::Element);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use flashtile_metal::objc2_metal::{
     MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue,
     MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLSharedEvent, MTLSize,
 };
-use flashtile_metal::{ComputeEncoder, DeviceError, DispatchType, ForeignEncoder, Metal, ScalarType};
+use flashtile_metal::{ComputeEncoder, DeviceError, DispatchType, Encode, ForeignEncoder, Metal, ScalarType};
 use flashtile_metal_standin::{Entry, Order, Profile, Timing};
 use std::collections::HashSet;
 use std::ptr::NonNull;

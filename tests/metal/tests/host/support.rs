@@ -2,7 +2,9 @@
 
 use flashtile::PlanOptions;
 use flashtile_metal::objc2::rc::autoreleasepool;
-use flashtile_metal::{Memory, Metal, MetalInputs, MetalOutputs, ScalarType, dense, kv, tensor, tensor_mut};
+use flashtile_metal::{
+    GpuInputs, GpuKv, GpuOutputs, GpuTensor, GpuTensorMut, Memory, Metal, ScalarType, dense,
+};
 use flashtile_metal_standin::{Control, Order, Profile, Timing, control, device};
 use flashtile_testkit::{Answer, Case, CaseData, Guarded, MetalPath, MetalRunner, Runner};
 
@@ -57,6 +59,11 @@ pub(crate) fn fill(tensor: &mut Guarded, value: impl Fn([usize; 4]) -> f32) {
     }
 }
 
+/// The tensor of these strides at the start of a memory.
+pub(crate) fn view(memory: &Memory, shape: [usize; 4], strides: [usize; 4]) -> GpuTensor<'_, Memory> {
+    GpuTensor::new(memory.view(), shape, strides).unwrap()
+}
+
 /// Tensors of a decode step or a prefill in the memory of a device, of 8 query heads, 2 key/value heads and rows of 64 in f32.
 pub(crate) struct Tensors {
     pub(crate) q: Memory,
@@ -101,14 +108,12 @@ impl Tensors {
         desc
     }
 
-    pub(crate) fn tensors(&mut self) -> (MetalInputs<'_, Memory>, MetalOutputs<'_, Memory>) {
-        let (q, kv_dense) = (dense(self.q_shape), dense(self.kv_shape));
-        let inputs = MetalInputs::new(
-            tensor(&self.q, self.q_shape, q).unwrap(),
-            kv(&self.k, self.kv_shape, kv_dense).unwrap(),
-            kv(&self.v, self.kv_shape, kv_dense).unwrap(),
-        );
-        (inputs, MetalOutputs::new(tensor_mut(&mut self.out, self.q_shape, q).unwrap()))
+    pub(crate) fn tensors(&mut self) -> (GpuInputs<'_, Memory>, GpuOutputs<'_, Memory>) {
+        let [q, k, v] = [(&self.q, self.q_shape), (&self.k, self.kv_shape), (&self.v, self.kv_shape)]
+            .map(|(memory, shape)| view(memory, shape, dense(shape)));
+        let inputs = GpuInputs::new(q, GpuKv::elements(k).unwrap(), GpuKv::elements(v).unwrap());
+        let out = GpuTensorMut::new(self.out.view_mut(), self.q_shape, dense(self.q_shape)).unwrap();
+        (inputs, GpuOutputs::new(out))
     }
 
     /// The results, once the queue has completed.
