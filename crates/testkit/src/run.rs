@@ -355,7 +355,7 @@ pub struct CaseResult<'a> {
 }
 
 impl CaseResult<'_> {
-    /// Whether the backend accepted the problem and gave a wrong answer or none.
+    /// Returns true if the backend accepted the problem and gave a wrong answer or none.
     #[must_use]
     pub fn failed(&self) -> bool {
         !matches!(self.result, Ok(_) | Err(Failure::Skipped(_)))
