@@ -1,5 +1,5 @@
-//! Claims of DLPack capsules and `__array_interface__`, true or not, are refused or read as they say, and no byte
-//! beside them is read.
+//! Claims of DLPack capsules and `__array_interface__`, true or not, are refused or read as they say, and no
+//! byte beside them is read.
 
 #![no_main]
 #![allow(dead_code)]
