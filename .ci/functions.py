@@ -50,7 +50,7 @@ def closing(text, at):
 
 
 def is_kernel(text, at):
-    """Whether the attributes before a function make it a kernel."""
+    """True if the attributes before a function make it a kernel."""
     return "#[kernel" in text[max(text.rfind("}\n", 0, at), text.rfind(";\n", 0, at), 0) : at]
 
 

@@ -17,11 +17,11 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 
 class Skipped(Exception):
-    """What a step needs cannot be had here. The text is the reason."""
+    """This machine lacks something that a step needs. The text is the reason."""
 
 
 class Failed(Exception):
-    """What a step checks is not so."""
+    """A check of a step failed."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ def children_cpu():
 
 
 def measured(function):
-    """What a function returns, the seconds that it took, and the CPU seconds of the processes that it started."""
+    """The result of a function, the seconds that it took, and the CPU seconds of the processes that it started."""
     wall, cpu = time.monotonic(), children_cpu()
     value = function()
     return value, time.monotonic() - wall, children_cpu() - cpu

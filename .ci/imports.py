@@ -197,7 +197,7 @@ class Crate:
 
 
 def imports(name, tree, folder):
-    """What is wrong inside a crate."""
+    """Faults inside a crate."""
     crate = Crate(tree, folder)
     found = set(crate.edges())
     for module, _, _, indirect in sorted(found, key=str):

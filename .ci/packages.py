@@ -51,7 +51,7 @@ class Fault(Exception):
 
 
 def cargo(folder, *arguments, env=None):
-    """What cargo prints on standard output."""
+    """The standard output of cargo."""
     done = subprocess.run(["cargo", *map(str, arguments)], cwd=folder, capture_output=True, text=True, env=environment(env))
     if done.returncode != 0:
         raise Fault(f"cargo {arguments[0]}: {done.stderr.strip()}")
@@ -80,7 +80,7 @@ def has_library(member):
 
 
 def manifest(member, names):
-    """What is wrong with a manifest."""
+    """Faults of a manifest."""
     name = member["name"]
     for field in FIELDS:
         if not member.get(field):
@@ -96,7 +96,7 @@ def manifest(member, names):
 
 
 def contents(root, member, packages):
-    """What is wrong with the files of a package."""
+    """Faults of the files of a package."""
     name = member["name"]
     stem = f"{name}-{member['version']}"
     size = (packages / f"{stem}.crate").stat().st_size
@@ -159,7 +159,7 @@ def compiles(selections, packages):
 
 
 def check(root, packages):
-    """What is wrong, as far as it is seen without compiling."""
+    """Faults that are seen without compiling."""
     try:
         members = published(root)
         names = {member["name"] for member in members}
@@ -179,7 +179,7 @@ def empty(name):
 
 
 def files():
-    """What is wrong with the packages, without compiling them."""
+    """Faults of the packages that are seen without compiling them."""
     packages = empty("packages")
     wrong = check(ROOT, packages)
     if not wrong:
@@ -189,7 +189,7 @@ def files():
 
 
 def whole():
-    """What is wrong with the packages."""
+    """Faults of the packages."""
     wrong = files()
     if wrong:
         return wrong
@@ -199,7 +199,7 @@ def whole():
 
 
 def documented():
-    """What is wrong with the documentation of the packages."""
+    """Faults of the documentation of the packages."""
     packages = empty("packages-docs")
     members = published(ROOT)
     pack(ROOT, members, packages)

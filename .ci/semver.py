@@ -50,7 +50,7 @@ def version(folder):
 
 
 def compatible(version):
-    """What two versions have in common where cargo takes one for the other."""
+    """The leading numbers of a version. Cargo takes one version for another where they are equal."""
     major, minor, _ = version.split(".", 2)
     return (major, minor) if major == "0" else (major,)
 

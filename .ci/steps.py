@@ -289,7 +289,7 @@ def dependent():
             '[package]\nname = "dependent"\nversion = "0.0.0"\nedition = "2024"\n\n[workspace]\n\n'
             f'[dependencies]\nflashtile = {{ path = "{ROOT.as_posix()}" }}\n'
         )
-        # The same versions of dependencies, which are fetched.
+        # With these versions of dependencies, which are fetched already.
         shutil.copy(ROOT / "Cargo.lock", folder)
         env = plain() | {"CARGO_TARGET_DIR": folder / "target", "CARGO_NET_OFFLINE": "true"}
         _, wall, cpu = measured(lambda: run("cargo", "build", "--release", "-q", cwd=folder, env=env))
@@ -454,7 +454,7 @@ def metal():
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=METAL)
 
 
-# What the build scripts of candle ask of NVIDIA's compiler. Kernels that it would make are empty files: nothing is linked or run.
+# A stand-in for NVIDIA's compiler, which answers the build scripts of candle. Its kernels are empty files: nothing is linked or run.
 NVCC = """#!/usr/bin/env python3
 import pathlib, sys
 args = sys.argv[1:]

@@ -128,7 +128,7 @@ pub struct TileSize {
     pub keys: usize,
 }
 
-/// A plan of any backend. Every accessor derives from the plan inside, and so does what a run launches.
+/// A plan of any backend. Every accessor derives from the plan inside, and so do the launches of a run.
 ///
 /// ```
 /// use flashtile::plan::{AnyFacts, AnyPlan, machines};

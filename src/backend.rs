@@ -241,7 +241,7 @@ struct MetalDevice(std::result::Result<Metal, String>);
 
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 impl MetalDevice {
-    /// A device that computes what the reference does.
+    /// The system's default device, if it passes its self-check.
     fn default_of_system() -> Self {
         let found = shared_metal().map_err(|error| error.to_string());
         Self(found.and_then(|metal| metal.self_check().map(|()| metal)))

@@ -2,8 +2,8 @@
 
 use std::str::FromStr;
 
-/// A backend as a user names it: `auto`, `cpu`, `cuda`, `cuda:1` or `metal`. Every build knows every name; [`BackendName::open`] refuses
-/// what the build or the machine lacks.
+/// A backend as a user names it: `auto`, `cpu`, `cuda`, `cuda:1` or `metal`. Every build knows every name;
+/// [`BackendName::open`] refuses backends that the build or the machine lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum BackendName {

@@ -12,7 +12,7 @@ use flashtile_core::tensor::ViewError;
 use flashtile_cpu::merge::MergeError;
 use flashtile_cpu::workspace::WorkspaceError;
 
-/// The result of functions that can fail only with an [`Error`].
+/// The result of flashtile's functions, whose error is [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Any reason for which flashtile refuses to compute. The errors of views, descriptions, plans, runs, caches, codecs and merging

@@ -12,8 +12,9 @@ use std::cell::Cell;
 /// Plans that a runner keeps.
 const MAX_PLANS: usize = 16;
 
-/// Computes attention on the CPU, and keeps what a next call of the same description needs again: its plan, and the workspace of
-/// the largest problem. Such a call allocates nothing, but for what the thread pool may queue.
+/// Computes attention on the CPU, and keeps the plans of descriptions for later calls, and the workspace of
+/// the largest problem. A later call of a description allocates nothing, except for jobs that the thread pool
+/// may queue.
 ///
 /// ```
 /// use flashtile::{Attention, Outputs, Runner, TensorView, TensorViewMut};
@@ -76,7 +77,7 @@ impl Runner {
         self.find(|kept| kept == desc, || desc.clone())
     }
 
-    /// Computes what a description says. `inputs` and `outputs` are as for [`Cpu::run`].
+    /// Computes a description. `inputs` and `outputs` are as for [`Cpu::run`].
     ///
     /// # Errors
     /// [`Error::Problem`], [`Error::Unsupported`], [`Error::Run`] or [`Error::Memory`]. Nothing is written then.
@@ -85,9 +86,10 @@ impl Runner {
         self.run_found(inputs, outputs)
     }
 
-    /// Calls a function with the runner that the calling thread keeps, which is the one of [`attention`](crate::attention()) and of a
-    /// [`Step`](crate::Step) that is on no other. A call inside a call, as a thread makes it that waits for rayon and is given
-    /// another task, gets a runner of its own.
+    /// Calls a function with the runner that the calling thread keeps: the runner of
+    /// [`attention`](crate::attention()), and of each [`Step`](crate::Step) without a runner of its own. A
+    /// nested call, which a thread makes when it waits for rayon and takes up another task, gets a new
+    /// runner.
     ///
     /// ```
     /// // Frees what this thread keeps.

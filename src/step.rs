@@ -124,8 +124,8 @@ impl<'c> Step<'c> {
         self
     }
 
-    /// Stores the rows of a layer, and attends causally to them and to what the cache holds: [`StepTensors`] give out `[1, q_heads, new
-    /// tokens, value_dim]`.
+    /// Stores the rows of a layer, and attends causally to them and to the rows that the cache holds:
+    /// [`StepTensors`] give out `[1, q_heads, new tokens, value_dim]`.
     ///
     /// Prefixes that neighbours of the batch have in common are read once where rows are elements. Over codes this could change
     /// bits: use [`ProblemDesc::prefixes`] and [`Runner::run`](crate::Runner::run) there.

@@ -31,7 +31,7 @@ def check(name, content, expected):
 
 
 def complete(folder):
-    """Whether the folder has every file already."""
+    """True if the folder has every file already."""
     return all((folder / name).is_file() and hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in FILES.items())
 
 

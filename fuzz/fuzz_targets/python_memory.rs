@@ -1,4 +1,5 @@
-//! What DLPack capsules and `__array_interface__` say, true or not, is refused or read as it says, and no byte beside it.
+//! Claims of DLPack capsules and `__array_interface__`, true or not, are refused or read as they say, and no
+//! byte beside them is read.
 
 #![no_main]
 #![allow(dead_code)]
@@ -24,7 +25,7 @@ const MAX_BYTES: i128 = 4096;
 /// Elements that are read and written one by one, of tensors that repeat theirs.
 const MAX_ELEMENTS: usize = 4096;
 
-/// What a producer says of its memory.
+/// The claims of a producer about its memory.
 #[derive(Debug)]
 struct Claim {
     shape: Vec<i64>,

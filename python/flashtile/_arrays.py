@@ -12,7 +12,7 @@ _tensors = None
 
 
 def is_torch(x):
-    """Whether something is a tensor of PyTorch, which need not be installed."""
+    """True if something is a tensor of PyTorch, which need not be installed."""
     return hasattr(x, "__torch_function__")
 
 
@@ -51,7 +51,7 @@ def maker(like):
 
 
 def lent(name, x):
-    """What the extension module reads the memory of an argument from."""
+    """The object from which the extension module reads the memory of an argument."""
     if is_torch(x):
         return tensors().lent(name, x)
     check_array(name, x)
@@ -88,7 +88,7 @@ def check_array(name, x):
 
 
 def written(x):
-    """What a call gives that was told to write to x."""
+    """The result of a call that was told to write to x."""
     if is_torch(x):
         tensors().count_write(x)
     return x

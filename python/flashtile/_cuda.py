@@ -10,7 +10,7 @@ from ._tensors import is_plain, needs_grad
 
 
 def attention(tensors, options, make):
-    """What `_flashtile.attention` gives for tensors of a CUDA device, on its current stream. Returns before the work has ended."""
+    """The result of `_flashtile.attention` for tensors of a CUDA device, on its current stream. Returns before the work has ended."""
     return _on_stream(_flashtile.attention, tensors, options, make)
 
 

@@ -1,4 +1,4 @@
-"""What would run for a problem."""
+"""Plans of problems."""
 
 import json
 
@@ -30,10 +30,12 @@ def plan(
     backend=None,
     splits=None,
 ):
-    """What would run for a problem, as a dict: the `summary` of the plan in one line, `kernel`, `tasks` (work tiles or threadgroups of a
-    GPU), `splits`, `workspace_bytes`, `visible_pairs` (of queries and keys, in one head, summed over the batch), `flops`, the `backend`,
-    `backend_reason` (why this one), the `machine` with its cache `l2` in bytes, `problem` and `options`. Nothing is computed, so that
-    problems and machines may be larger than this one.
+    """Plans a problem, and describes the plan as a dict.
+
+    The dict has the `summary` of the plan in one line, `kernel`, `tasks` (work tiles or threadgroups of a GPU), `splits`,
+    `workspace_bytes`, `visible_pairs` (of queries and keys, in one head, summed over the batch), `flops`, the `backend`,
+    `backend_reason` (why this one), the `machine` with its cache `l2` in bytes, `problem` and `options`. Attention
+    is not computed: the problem may be too large for this machine, and the machine may be absent.
 
     Plans of the CPU also have `isa`, `threads`, `block_k`, `tile_rows`, `task_rows`, `sequence_splits`, `idle` (the share of time that
     threads are estimated to wait) and the caches `l1d` and `l3`. Plans of CUDA have the `kernels`, each with its `tile_rows`, `block_k`, `threads`,

@@ -1,4 +1,4 @@
-"""What codecs do to keys and values."""
+"""Errors of codecs on keys and values."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def _pairs(tensors):
 
 
 def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=None, softcap=None, layout="bhsd", codecs=None, rows=64):
-    """What each codec of a KV cache would do to keys and values, compared with attention over the originals.
+    """Compares attention over keys and values that each codec of a KV cache has stored with attention over the originals.
 
     Args:
         tensors: keys and values by name, and queries where there are some: `{"layer.0.k": .., "layer.0.v": .., "layer.0.q": ..}`. Names

@@ -17,7 +17,7 @@ EXCHANGES = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
 def is_plain(x):
-    """Whether a tensor is its elements in memory: neither lazy, nor wrapped by a transform, nor in another layout than dense."""
+    """True if a tensor is its elements in memory: neither lazy, nor wrapped by a transform, nor in another layout than dense."""
     raw = torch._C._dispatch_keys(x).raw_repr()
     if raw not in _plain:
         _plain[raw] = _PLAIN_KEYS.issuperset(_keys(x))
@@ -25,7 +25,7 @@ def is_plain(x):
 
 
 def needs_grad(x):
-    """Whether autograd would differentiate by x, which may be anything."""
+    """True if autograd would differentiate by x, which may be anything."""
     return torch.is_grad_enabled() and getattr(x, "requires_grad", False)
 
 

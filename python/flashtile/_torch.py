@@ -45,7 +45,7 @@ def _recorded(q, k, v, options):
 
 
 def _is_traced():
-    """Whether a compiler or a mode of PyTorch looks at this call, whose tensors are stand-ins then."""
+    """True if a compiler or a mode of PyTorch traces this call, so that its tensors are stand-ins."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or is_in_torch_dispatch_mode()
 
 
@@ -82,7 +82,7 @@ def _cuda():
 
 
 def _operator(q, k, v, options):
-    """The same as an operator, whose arguments are tensors, numbers and names."""
+    """Calls attention as an operator of PyTorch, whose arguments are tensors, numbers and names."""
     q_offset = options.q_offset
     named = isinstance(q_offset, str)
     starts = options.cu_seqlens
@@ -195,7 +195,7 @@ _record = make_autograd_impl(torch.ops.flashtile.attention.default, operator)
 
 
 def _autograd(keyset, *tensors, **options):
-    """What autograd does with the operator, which by itself drops derivatives of forward mode without a word."""
+    """The autograd kernel of the operator. It refuses derivatives of forward mode, which the operator by itself would drop silently."""
     for name, x in zip(("q", "k", "v", "mask", "alibi_slopes", "sinks"), tensors):
         if x is not None:
             check_tangent(name, x, level=0)

@@ -128,7 +128,7 @@ def _own_attention(kind):
 
 @functools.lru_cache(None)
 def _attends(module):
-    """Whether the code of a module has attention at all: convolutions and recurrences can be parts of any model."""
+    """True if the code of a module has attention at all: convolutions and recurrences can be parts of any model."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
@@ -211,9 +211,10 @@ def attention_forward(
     cu_seq_lens_k=None,
     **others,
 ):
-    """What transformers calls in each layer: query `(batch, q_heads, q_len, dim)`, key and value `(batch, kv_heads, kv_len, dim)` give
-    `(batch, q_len, q_heads, value_dim)`, and no probabilities. Windows are in the mask; without one, a layer that is causal hides the keys
-    after each query.
+    """Attention of a layer, as transformers calls it.
+
+    Query `(batch, q_heads, q_len, dim)`, key and value `(batch, kv_heads, kv_len, dim)` give `(batch, q_len, q_heads, value_dim)`,
+    and no probabilities. Windows are in the mask; without a mask, a layer that is causal hides the keys after each query.
     """
     unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
     if unknown:
@@ -258,7 +259,7 @@ def attention_forward(
 
 
 def _is_causal(module, asked, q_len, mask):
-    """Whether queries see the keys up to their own alone. A mask has that already."""
+    """True if queries see only the keys up to their own. False with a mask, which hides later keys already."""
     if q_len == 1 or mask is not None:
         return False
     if asked is None:

@@ -31,7 +31,7 @@ impl Call {
         Ok(Self { options, q, k, v })
     }
 
-    /// Attention into `out`, or into what `make` makes where that is `None`.
+    /// Attention into `out`, or into memory that `make` makes where `out` is `None`.
     fn run(self, out: &Bound<'_, PyAny>, make: &Bound<'_, PyAny>) -> PyResult<Results> {
         if let Some(stream) = self.options.stream {
             return on_cuda::attention(&self, out, make, stream);

@@ -1,4 +1,4 @@
-//! Tensors of PyTorch, asked for what their memory does not say.
+//! Checks of PyTorch tensors for properties that their memory does not show.
 
 use crate::memory::is_numpy;
 use pyo3::intern;

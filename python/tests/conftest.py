@@ -1,4 +1,4 @@
-"""What the tests share: attention by its definition, in float64."""
+"""Attention by its definition, in float64, which the tests share."""
 
 import numpy
 import pytest

@@ -398,7 +398,7 @@ def counted():
 
 @torch.no_grad()
 def outcome(kind, calls):
-    """What becomes of a class: outcome and detail."""
+    """The outcome for a class, and its detail."""
     try:
         config = shrunk(kind.config_class())
         eager = model_of(kind, config, "eager")

@@ -360,7 +360,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has 
 
 
 def forked(before, *after):
-    """What a process is told that was forked off after a call."""
+    """The lines that a process prints which was forked off after a call."""
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, before, *after], capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.split("\n")[:-1]

@@ -187,7 +187,7 @@ pub enum RunError {
         /// The first token that is kept.
         first: usize,
     },
-    /// The memory of a tensor does not hold what its shape and strides reach.
+    /// The memory of a tensor is smaller than its shape and strides need.
     Memory {
         /// Name of the tensor.
         tensor: &'static str,

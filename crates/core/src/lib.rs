@@ -17,7 +17,7 @@
 //! | [`codec`] | how rows of keys and values are stored |
 //! | [`isa`], [`plan`] | instruction sets, and the options and refusals that all planners share |
 //! | [`mod@reference`] | attention by definition, in f64 |
-//! | [`quality`] | how far an answer is from the reference, and what a codec costs |
+//! | [`quality`] | how far an answer is from the reference, and the errors of codecs |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

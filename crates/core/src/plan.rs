@@ -134,7 +134,7 @@ pub enum Unsupported {
         /// The maximum.
         max: i64,
     },
-    /// A count exceeds what the kernels can count.
+    /// A count exceeds the range of the kernels' counters.
     Size {
         /// The counted quantity, such as rows of a write.
         what: &'static str,

@@ -83,7 +83,7 @@ pub fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError>
     }
 }
 
-/// Checks that memory of `len` elements holds what `shape` reaches with `strides`, of which the innermost is 1.
+/// Checks that memory of `len` elements holds all elements of `shape` with `strides`, whose innermost is 1.
 ///
 /// # Errors
 /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].

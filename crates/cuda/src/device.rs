@@ -11,7 +11,8 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A CUDA device: what it can do, and the kernels that are loaded on it. A clone refers to the same device and kernels.
+/// A CUDA device: its facts, and the kernels that are loaded on it. A clone refers to the same device and
+/// kernels.
 #[derive(Debug, Clone)]
 pub struct Cuda {
     inner: Arc<Inner>,
@@ -144,7 +145,7 @@ impl Cuda {
         CudaPlan::new(problem, &self.inner.facts, options)
     }
 
-    /// A function of a kernel, compiled and loaded if it is not yet; and what became of keeping it on disk.
+    /// A function of a kernel, compiled and loaded if it is not yet, and the result of keeping it on disk.
     pub(super) fn load(
         &self,
         source: Source,

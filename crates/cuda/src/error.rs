@@ -12,7 +12,7 @@ use flashtile_kernel::LaunchError;
 pub use flashtile_kernel::cuda::Error as DeviceError;
 use flashtile_kernel::cuda::cudarc::driver::DriverError;
 
-/// Why the CUDA backend did not do what was asked.
+/// The reason why the CUDA backend refused or failed.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -66,7 +66,7 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// Makes errors of calls of the driver; `what` says what was being done.
+    /// Makes errors of calls of the driver; `what` names the operation.
     pub fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Self {
         let failed = DeviceError::driver(what);
         move |error| Self::Device(failed(error))

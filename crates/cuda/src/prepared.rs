@@ -125,8 +125,9 @@ impl Prepared {
     /// plan when it is launched after this; the tensors, and the width of the tables, are those that it has captured.
     ///
     /// # Errors
-    /// [`CudaError::Update`] where the problem differs in anything else, or where kernels or what is reserved differ; steps of
-    /// decoding of the same sequences agree. [`CudaError::Device`], also while the stream captures.
+    /// [`CudaError::Update`] where the problem differs in anything else, or where kernels or reserved sizes
+    /// differ; steps of decoding of the same sequences agree. [`CudaError::Device`], also while the stream
+    /// captures.
     pub fn update(&mut self, plan: &CudaPlan) -> Result<(), CudaError> {
         match self.difference(plan) {
             Some(what) => Err(CudaError::Update { what }),
@@ -157,7 +158,8 @@ impl Prepared {
         (capacities(old) != capacities(new)).then(|| "launches are of other sizes".to_owned())
     }
 
-    /// Copies to the device what runs read of the plan; `again` what an update changes of it.
+    /// Copies the plan's data to the device: all that runs read, or, if `again`, at least the part that an
+    /// update changes.
     fn write(&mut self, again: bool) -> Result<(), CudaError> {
         let bytes = match self.plan.engine() {
             Engine::Native(native) => schedule_bytes(native),

@@ -52,7 +52,7 @@ const MAX_SESSIONS: usize = 8;
 /// ```
 pub type Session = flashtile_gpu::session::Session<CudaEngine>;
 
-/// Native kernels, and portable ones for what those lack.
+/// Native kernels, and portable ones for problems that the native ones do not take.
 #[derive(Debug, Clone)]
 pub struct CudaEngine {
     cuda: Cuda,

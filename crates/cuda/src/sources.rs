@@ -46,7 +46,7 @@ const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
-/// Programs by what they compute.
+/// The kinds of programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Family {
     Sm80Prefill,

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// ```
 #[derive(Debug)]
 pub struct TimedRun {
-    // Dropped before what it refers to.
+    // Dropped before `run`, whose memory it refers to.
     timer: Option<Timer>,
     run: UploadedRun<CudaEngine>,
 }

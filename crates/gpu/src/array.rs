@@ -31,7 +31,7 @@ impl<M: DeviceMemory> GpuArray<M> {
     /// Zeros.
     ///
     /// # Errors
-    /// [`SessionError::View`] where the size is not addressable, and what the device reports.
+    /// [`SessionError::View`] where the size is not addressable, and the errors of the device.
     pub fn zeros<D: HostAccess<Memory = M>>(
         device: &D,
         dtype: Dtype,
@@ -60,8 +60,8 @@ impl<M: DeviceMemory> GpuArray<M> {
     /// read the old elements. Neither allocates device memory nor waits for that work to end. The tensor has been read when this returns.
     ///
     /// # Errors
-    /// [`SessionError::Array`] where dtype or shape differ, and what the device reports, also while it captures a graph, which would copy
-    /// from memory that is gone.
+    /// [`SessionError::Array`] where dtype or shape differ, and the errors of the device, also while it
+    /// captures a graph, which would copy from memory that is gone.
     pub fn refill<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
@@ -76,7 +76,8 @@ impl<M: DeviceMemory> GpuArray<M> {
     /// Copies the elements to a tensor of the same dtype and shape, of any strides, after all work of the device before has ended.
     ///
     /// # Errors
-    /// [`SessionError::Array`] where dtype or shape differ, and what the device reports, also of work that failed.
+    /// [`SessionError::Array`] where dtype or shape differ, and the errors of the device, also of earlier
+    /// work that failed.
     pub fn download<D: HostAccess<Memory = M>>(
         &self,
         device: &D,

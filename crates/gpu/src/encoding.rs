@@ -1,4 +1,5 @@
-//! The host side of the encoder: where rows go, the tables that it reads, and what its status says.
+//! The host side of the encoder: the positions of rows, the tables that kernels read, and the meaning of the
+//! status.
 
 use crate::codecs::{format_id, scalar_type};
 use crate::kernels::octet::in_octets;
@@ -103,8 +104,9 @@ pub fn encode_generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
     generics
 }
 
-/// Threadgroups of a launch over rows of a cache, of which the longest run has `rows` in all heads. Beyond a few for each
-/// core they take rows in turns, as what a threadgroup does before its first row is otherwise a good part of its work.
+/// Threadgroups of a launch over rows of a cache, where the longest run has `rows` in all heads. Beyond a few
+/// for each core they take rows in turns: the work of a threadgroup before its first row would otherwise be a
+/// good part of the whole.
 pub fn row_groups(rows: u32) -> u32 {
     rows.div_ceil(SIMDS).clamp(1, MAX_GROUPS)
 }

@@ -97,7 +97,7 @@ pub trait Engine {
         false
     }
 
-    /// Forgets what was written to the device, which may not have arrived there.
+    /// Forgets the sequences that were written to the device, as they may not have arrived there.
     fn forget_written(_prepared: &mut Self::Prepared) {}
 }
 

@@ -32,7 +32,7 @@ pub enum SessionError<E> {
         /// The type of the view.
         element: ScalarType,
     },
-    /// The device captures a graph, which cannot hold what a call needs.
+    /// The device captures a graph, which cannot hold an operation that the call needs.
     Captures {
         /// The step that the call needs.
         what: &'static str,

@@ -23,7 +23,7 @@ pub struct Strides {
     pub out: [usize; 3],
     /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
     pub k: [usize; 3],
-    /// Strides of values, likewise.
+    /// Strides of values, in the units of `k`.
     pub v: [usize; 3],
     /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
     pub aligned: usize,
@@ -279,7 +279,7 @@ impl Launches {
         self.kernels.attend.instance().entry()
     }
 
-    /// The kernels, each with what launches give its `#[constant]` parameters, in order.
+    /// The kernels, each with the values of its `#[constant]` parameters in launches, in order.
     pub fn constants(&self, placed: &Placed, with_lse: bool) -> Vec<(&Instance, Vec<Constant>)> {
         let has = self.features;
         let mut first = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];

@@ -25,7 +25,7 @@ const MAX_PLANS: usize = 16;
 pub struct Session<E: Engine> {
     device: E::Device,
     engine: E,
-    /// [`Device::failures`] when the memory of plans was last known to hold what was written.
+    /// [`Device::failures`] when the memory of plans was last known to hold all that was written to it.
     failures: u64,
     /// Most recently used first.
     plans: Vec<Kept<E>>,
@@ -141,7 +141,7 @@ impl<E: Engine> Session<E> {
         std::mem::replace(&mut self.device, device)
     }
 
-    /// Plans a description and prepares its runs, or finds what an earlier call has prepared.
+    /// Plans a description and prepares its runs, or finds the plan and the runs of an earlier call.
     ///
     /// # Errors
     /// [`SessionError::Problem`], [`SessionError::Unsupported`] or [`SessionError::Launch`];
@@ -162,7 +162,7 @@ impl<E: Engine> Session<E> {
         self.insert(plan, old, Tables::default())
     }
 
-    /// Launches what a description says over tensors on the device, and returns before it has ended.
+    /// Launches the computation of a description over tensors on the device, and returns before it has ended.
     ///
     /// # Errors
     /// As [`Session::plan`], and [`SessionError::Inputs`] where the tensors do not fit the description. Nothing was launched then.
@@ -213,8 +213,8 @@ impl<E: Engine> Session<E> {
         })
     }
 
-    /// Computes what a description says over tensors in host memory: copies them to the device, runs, waits, and copies the results
-    /// back. Where tensors stay on the device, [`Session::run`] has no copies.
+    /// Computes a description over tensors in host memory: copies them to the device, runs, waits, and copies
+    /// the results back. Where tensors stay on the device, [`Session::run`] has no copies.
     ///
     /// # Errors
     /// As [`Session::run`]; [`SessionError::Inputs`] also where block tables do not describe pages of the pool.
@@ -250,7 +250,7 @@ impl<E: Engine> Session<E> {
         Ok(self.device.captures().map_err(SessionError::device)?)
     }
 
-    /// Makes what is kept of a description the first of the plans.
+    /// Moves the plan of a description to the front.
     fn select(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
         let failures = self.device.failures();
         if failures != self.failures {

@@ -326,7 +326,8 @@ impl<M> GpuTables<'_, M> {
 }
 
 impl<M: DeviceMemory> GpuInputs<'_, M> {
-    /// Checks that the memory of every tensor holds what its shape and strides reach: kernels read there whatever they are told.
+    /// Checks that the memory of every tensor holds all elements of its shape and strides: kernels do not
+    /// check them.
     pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
         self.q.check().map_err(|error| RunError::Memory { tensor: "q", error })?;
         self.k.check("k")?;

@@ -25,7 +25,8 @@ pub(crate) const MAX_SPLITS: usize = 128;
 /// Up to this many rows of a key/value head, decode loads its keys twice at most.
 const MAX_DECODE_ROWS: usize = 32;
 
-/// Coordinates of keys that a split of prefill has at least, 1024 keys of 128: of fewer, merging takes longer than what splits save.
+/// Coordinates of keys that a split of prefill has at least, 1024 keys of 128: with fewer, merging takes
+/// longer than splits save.
 const MIN_SPLIT_COORDINATES: usize = 1024 * 128;
 
 /// Threads of a threadgroup that merges the splits of a row.
@@ -115,8 +116,9 @@ impl PortableTile {
         Self::new(8, if fit { 32 } else { 16 }, 4, 1)
     }
 
-    /// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
-    /// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16 rows of 128 columns.
+    /// The tile of prefill where a device has shared memory for it. 128 rows share the keys and values that
+    /// are read. With rows of up to 64 elements a SIMD group has 32 rows, so that it reads half as much of
+    /// shared memory for each product; with longer ones registers hold 16 rows of 128 columns.
     #[must_use]
     pub const fn default_prefill(dim: usize) -> Self {
         match dim {
@@ -262,7 +264,7 @@ impl PortableTile {
         let Variant { head_dim, value_dim, .. } = *variant;
         let [k, v] = [variant.k_codec, variant.v_codec].map(format_id);
         let products = [k, v].map(|format| product_type(scalar_type(variant.dtype), format));
-        // Of codes, what rounding leaves of queries too.
+        // Queries have rounding residuals too where keys are codes.
         let query = products[0].bytes() * if is_codes(k) { 2 } else { 1 };
         let columns = |dim| block_columns(dim, self.team) / self.team;
         let of_row = columns(head_dim) * query / 4 + columns(value_dim) + self.simd_keys;
@@ -278,9 +280,9 @@ impl PortableTile {
         Self::of_prefill(problem, facts).unwrap_or_else(|| Self::of_decode(problem, facts))
     }
 
-    /// 16 rows share what is read where there are more than 8 and registers hold them. Over elements a threadgroup has eight SIMD groups
-    /// where threadgroups without splits are at most a quarter of the cores: a core has as many SIMD groups with half as many partial
-    /// results to merge.
+    /// 16 rows share the keys and values that are read where there are more than 8 rows and registers hold
+    /// them. Over elements a threadgroup has eight SIMD groups where threadgroups without splits are at most
+    /// a quarter of the cores: a core has as many SIMD groups with half as many partial results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 { decode_rows(problem) } else { 8 };
         let keys = Self::default_decode(problem.k_codec(), problem.dims().head_dim).simd_keys;

@@ -293,7 +293,7 @@ pub struct Results<M> {
 }
 
 impl<M: DeviceMemory> Results<M> {
-    /// Memory for what a run writes to these outputs.
+    /// Memory for the results that a run writes to these outputs.
     ///
     /// # Errors
     /// The error that the device reports.
@@ -352,7 +352,7 @@ impl<M: DeviceMemory> Results<M> {
     /// The error that the device reports, also for earlier work that failed.
     ///
     /// # Panics
-    /// If dtype or shape differ from what [`Results::new`] was given.
+    /// If dtype or shape differ from the outputs of [`Results::new`].
     pub fn download<D: HostAccess<Memory = M>>(
         &self,
         device: &D,

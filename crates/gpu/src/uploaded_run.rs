@@ -27,7 +27,8 @@ impl<E: Engine> UploadedRun<E> {
     /// Prepares a plan, copies the inputs to the device and takes memory there for the outputs. The inputs have been read when this returns.
     ///
     /// # Errors
-    /// [`SessionError::Inputs`] where the tensors do not fit the plan's problem, and what the device reports.
+    /// [`SessionError::Inputs`] where the tensors do not fit the plan's problem, and the errors of the
+    /// device.
     pub fn new(
         mut session: Session<E>,
         plan: E::Plan,
@@ -58,7 +59,8 @@ impl<E: Engine> UploadedRun<E> {
     /// Copies the results to outputs of the dtype, shapes and lists of [`UploadedRun::new`], after all work of the device before has ended.
     ///
     /// # Errors
-    /// [`SessionError::Inputs`] where they differ, and what the device reports, also of work that failed.
+    /// [`SessionError::Inputs`] where they differ, and the errors of the device, also of earlier work that
+    /// failed.
     pub fn download(&self, outputs: &mut Outputs<'_>) -> Result<(), E::Error> {
         let out = (outputs.out.dtype(), outputs.out.shape());
         let lse = outputs.lse.as_ref().map(|lse| lse.len());

@@ -1,4 +1,4 @@
-//! Instances by what they are for, instead of by their generics.
+//! Instances by dtype, dimensions and codecs, instead of by their generics.
 
 use crate::codecs::{hadamard_order, scalar_type};
 use crate::kernels::merge::merge;

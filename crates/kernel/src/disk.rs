@@ -72,7 +72,7 @@ impl DiskCache {
     }
 }
 
-/// The name of what depends on these texts, in order.
+/// The key of a file that depends on these texts, in order.
 pub(crate) fn key<'a>(texts: impl IntoIterator<Item = &'a str>) -> String {
     let mut digest = Sha256::new();
     for text in texts {

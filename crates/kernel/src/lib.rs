@@ -33,9 +33,9 @@
 //! # }
 //! ```
 //!
-//! | module | what it has |
+//! | module | contents |
 //! |---|---|
-//! | [`prelude`] | what a module of kernels imports: attributes, types, intrinsics |
+//! | [`prelude`] | the imports of a module of kernels: attributes, types, intrinsics |
 //! | [`intrinsics`] | the functions Rust does not have, and how exact they are on each target |
 //! | [`scalar`], [`memory`] | types, and what may be done with them |
 //! | [`source`] | kernels as data, and whole programs for each target |

@@ -25,7 +25,7 @@ pub struct Shared<T> {
     element: PhantomData<T>,
 }
 
-/// [`Buffer`] or [`Shared`]: what atomics and fragments work on.
+/// [`Buffer`] or [`Shared`]: the memory of atomics and fragments.
 pub trait Memory: private::Handle {
     /// The type of an element.
     type Item: Scalar;

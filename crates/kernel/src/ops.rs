@@ -227,8 +227,8 @@ pub fn count_iteration() {
     crate::simulator::count_iteration();
 }
 
-/// Begins a scope: a loop, or the call of a device function that the calling function numbers `number`. Returns what
-/// [`scope_leave`] and [`scope_return`] take.
+/// Begins a scope: a loop, or the call of a device function that the calling function numbers `number`.
+/// Returns the argument for [`scope_leave`] and [`scope_return`].
 ///
 /// Threads that reach a convergent operation in the scope must have reached it by the same calls and in the same iterations of loops.
 /// A scope without convergent operations is not recorded.

@@ -32,7 +32,7 @@ pub(crate) trait RegionAccess: fmt::Debug {
     /// Writes `count` values of type `scalar` from `next`, which start at element `index`.
     fn store(&self, index: u64, scalar: ScalarType, count: usize, next: &mut dyn FnMut() -> u64, at: At);
 
-    /// Replaces element `index` by `new` of it in one step; returns what it was.
+    /// Replaces element `index` by `new` of it in one step; returns its value before.
     fn update(&self, index: u64, new: &dyn Fn(u64) -> u64, at: At) -> u64;
 }
 
@@ -81,7 +81,7 @@ impl Region {
         self.0.store(index, scalar, count, next, Location::caller());
     }
 
-    /// Replaces the bits of element `index` by `new` of them in one step; returns what they were.
+    /// Replaces the bits of element `index` by `new` of them in one step; returns the bits before.
     #[track_caller]
     pub(crate) fn update(&self, index: u64, new: &dyn Fn(u64) -> u64) -> u64 {
         self.0.update(index, new, Location::caller())

@@ -1,8 +1,9 @@
 //! Kernels as data: their names, parameters and printed source.
 //!
-//! Printed C++ is one source for both targets; their differences are in preludes, whose names all start with `ft_` or `FT_`.
-//! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
-//! is what runs: no template of a kernel is left to be instantiated.
+//! Printed C++ is one source for both targets; their differences are in preludes, whose names all start with
+//! `ft_` or `FT_`. An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one
+//! kernel, so that the printed kernel is the one that runs: no template of a kernel is left to be
+//! instantiated.
 
 use crate::arguments::Arguments;
 use crate::facts::{Constant, Facts};
@@ -260,7 +261,7 @@ pub struct Requirement {
     pub message: &'static str,
 }
 
-/// Shapes to measure a kernel on, and what it does to them.
+/// Shapes to measure a kernel on, with its bytes, operations and tolerance.
 #[derive(Clone, Copy, Debug)]
 pub struct Bench {
     /// The shapes.
@@ -287,7 +288,7 @@ impl Shape {
     }
 }
 
-/// A `#[kernel]`: what a registry lists.
+/// A `#[kernel]`, as a registry lists it.
 #[derive(Debug)]
 pub struct Kernel {
     /// The function's name.
@@ -523,7 +524,8 @@ const fn same(a: &ItemSource, b: &ItemSource) -> bool {
 /// More items than any kernel uses: a power of two.
 const MAX_ITEMS: usize = 1024;
 
-/// The items that a kernel uses, directly or not, each once: what `#[kernel]` checks while a crate is compiled.
+/// The items that a kernel uses, directly or not, each once. `#[kernel]` checks them while a crate is
+/// compiled.
 ///
 /// An item that is used by many others is visited once: the work is linear in the items and their uses.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use flashtile_kernel::metal::{CommandQueue, Error, Gpu, Memory, MetalDevice};
 use flashtile_kernel::{Device, HostAccess, ScalarType};
 use std::sync::{Arc, OnceLock};
 
-/// A Metal device: what it can do, and its compiled kernels. A clone refers to the same device and queue.
+/// A Metal device: its facts, and its compiled kernels. A clone refers to the same device and queue.
 #[derive(Debug, Clone)]
 pub struct Metal {
     gpu: Gpu,

@@ -91,7 +91,8 @@ pub trait Encode: Sized {
     ///
     /// # Safety
     /// - The encoder is open, and no other thread uses it meanwhile.
-    /// - Its command buffer retains what it uses; otherwise the session or cache and all tensors live until it has completed.
+    /// - Its command buffer retains its resources; otherwise the session or cache and all tensors live until
+    ///   it has completed.
     unsafe fn encode_in<T>(
         &mut self,
         encoder: &ComputeEncoder,
@@ -110,7 +111,8 @@ pub trait Encode: Sized {
     ///
     /// # Safety
     /// - The encoder is open, and no other thread uses it meanwhile.
-    /// - Its command buffer retains what it uses; otherwise the session or cache and all tensors live until it has completed.
+    /// - Its command buffer retains its resources; otherwise the session or cache and all tensors live until
+    ///   it has completed.
     unsafe fn encode_in_foreign<T>(
         &mut self,
         encoder: Box<dyn ForeignEncoder>,
@@ -162,7 +164,7 @@ fn with_gpu<S: Encode, T>(of: &mut S, gpu: Gpu, work: impl FnOnce(&mut S) -> T) 
     work(&mut *restoring.of)
 }
 
-/// Sends launches where they went before, also where what is encoded panics.
+/// Sends launches where they went before, also where the encoding work panics.
 struct Restoring<'a, S: Encode> {
     of: &'a mut S,
     before: Option<Gpu>,

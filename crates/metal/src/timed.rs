@@ -57,7 +57,7 @@ impl TimedRun {
         self.run.device().synchronize().map_err(SessionError::device)
     }
 
-    /// Seconds of a run on the GPU. Caches hold what they held after the run before.
+    /// Seconds of a run on the GPU. Caches keep their contents from the run before.
     ///
     /// # Errors
     /// [`MetalError`] of the launch and the run.

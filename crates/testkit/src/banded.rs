@@ -72,7 +72,7 @@ pub(crate) struct Banded<D: HostAccess> {
     bands: Mutex<Vec<Band<D::Memory>>>,
 }
 
-/// A tensor's bytes in a memory, and what surrounds them.
+/// A tensor's bytes in a memory, and the bands around them.
 struct Band<M> {
     memory: M,
     start: usize,
@@ -93,7 +93,7 @@ impl<D: Lends> Banded<D> {
         Self { device, lead, exact, bands: Mutex::default() }
     }
 
-    /// The first byte outside of tensors that is not what it was.
+    /// The first byte outside of tensors that has changed.
     pub(crate) fn touched(&self) -> Result<Option<usize>, D::Error> {
         for band in self.bands.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             let mut bytes = vec![0u8; band.memory.view().len()];
@@ -106,7 +106,7 @@ impl<D: Lends> Banded<D> {
         Ok(None)
     }
 
-    /// The first byte between the rows of `out` that is not what it was.
+    /// The first byte between the rows of `out` that has changed.
     #[cfg(feature = "cuda")]
     pub(crate) fn touched_gap(&self, results: &Results<D::Memory>) -> Result<Option<usize>, D::Error> {
         let gaps = results.gaps();

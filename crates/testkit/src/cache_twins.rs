@@ -7,7 +7,7 @@ use flashtile_core::tensor::{TensorView, TensorViewMut};
 use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
 use flashtile_kernel::{DeviceMemory, HostAccess, Instance, ScalarType};
 
-/// Two caches of a description, and what each calls the same sequences.
+/// Two caches of a description, and the names of each sequence in both.
 pub struct CacheTwins<D: HostAccess>
 where
     D::Memory: 'static,
@@ -175,7 +175,7 @@ where
                 self.sequences.swap_remove(n);
             }
             Operation::Restore => {
-                // Each from what the other has stored.
+                // Each cache restores the snapshot of the other.
                 let of_host = self.host.snapshot(host).map_err(|e| e.to_string())?;
                 let of_device = self.device.snapshot(device).map_err(|e| e.to_string())?;
                 let of_device = Snapshot::from_bytes(&of_device.to_bytes()).map_err(|e| e.to_string())?;

@@ -94,7 +94,7 @@ impl CudaRunner {
 
 /// A plan on a device in poisoned scratch memory, with copies of its tensors between guard bands, which can be run, updated and timed.
 pub struct GuardedRun {
-    // Dropped before what it refers to.
+    // Dropped before the other fields, whose memory it refers to.
     timer: Option<Timer>,
     prepared: Prepared,
     uploaded: Uploaded<Memory>,

@@ -32,8 +32,8 @@ pub(crate) fn accumulation_of_portable(problem: &Problem) -> Accumulation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunnerError {
-    /// The backend refused the problem, which is not a failure. Reports count the text before the first colon; what
-    /// follows it is about this problem only.
+    /// The backend refused the problem, which is not a failure. Reports count the text before the first
+    /// colon; the text after it is about this problem only.
     Unsupported(String),
     /// The backend accepted the problem and failed.
     Error(String),
@@ -355,7 +355,7 @@ pub struct CaseResult<'a> {
 }
 
 impl CaseResult<'_> {
-    /// Whether the backend accepted the problem and gave a wrong answer or none.
+    /// Returns true if the backend accepted the problem and gave a wrong answer or none.
     #[must_use]
     pub fn failed(&self) -> bool {
         !matches!(self.result, Ok(_) | Err(Failure::Skipped(_)))

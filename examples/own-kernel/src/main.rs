@@ -66,7 +66,7 @@ pub fn rms_norm<T: Element>(x: &Buffer<T>, weight: &Buffer<T>, out: &mut Buffer<
     }
 }
 
-/// The same in f64.
+/// The reference: RMS norm of each row, in f64.
 fn expected(x: &[f32], weight: &[f32], epsilon: f32) -> Vec<f32> {
     let mut out = Vec::new();
     for row in x.chunks(weight.len()) {

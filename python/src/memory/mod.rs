@@ -113,7 +113,7 @@ impl Memory {
         let py = object.py();
         // Checks of the type come first: a missing attribute costs an exception with its text.
         if is_numpy(object)? {
-            // DLPack takes a tenth of the time, and refuses what only numpy has: arrays that are read-only, dtypes of ml_dtypes.
+            // DLPack is ten times as fast, but refuses read-only arrays and dtypes of ml_dtypes.
             return match object.call_method0(intern!(py, "__dlpack__")) {
                 Ok(capsule) => Self::of_capsule(stream, name, capsule.cast::<PyCapsule>()?, None),
                 Err(_) => Self::of_array(name, object),
@@ -207,8 +207,8 @@ impl Memory {
         Self::of_capsule(stream, name, &capsule.cast_into::<PyCapsule>()?, Some(object))
     }
 
-    /// `tensor` is the object that gave the capsule. The capsule is not renamed: it stays the owner, and frees what it holds when it is
-    /// dropped.
+    /// `tensor` is the object that gave the capsule. The capsule is not renamed: it stays the owner, and
+    /// frees its memory when it is dropped.
     fn of_capsule(
         stream: Option<Stream>,
         name: &'static str,

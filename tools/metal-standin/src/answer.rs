@@ -11,7 +11,7 @@ fn pointer<T: objc2::Message>(object: Option<&Retained<T>>) -> *mut T {
     object.map_or(std::ptr::null_mut(), |o| Retained::as_ptr(o).cast_mut())
 }
 
-/// What a thread calls a block with.
+/// The arguments with which a thread calls a block.
 type Answer<T> = Sent<Result<Protocol<T>, Retained<NSError>>>;
 
 /// Calls a block with an object or an error, later.

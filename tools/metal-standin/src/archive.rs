@@ -99,7 +99,7 @@ impl ArchiveState {
         rules::same_device(function.library.machine.id, self.machine.id, "a function");
         function.kernel().map_err(|text| (MTLBinaryArchiveError::CompilationFailure, text))?;
         if lock(&self.keys).insert(function.key()) {
-            // What an archive takes up is compiled for it.
+            // A function is compiled for the archive that takes it up.
             self.machine.count(|c| c.pipelines += 1);
         }
         Ok(())
@@ -110,7 +110,7 @@ fn refused(out: *mut *mut NSError, code: MTLBinaryArchiveError, text: &str) -> b
     refuse::<()>(out, error(DOMAIN, code.0.cast_signed(), text, Vec::new())).is_some()
 }
 
-/// What the first lines of a file say of the device that wrote it.
+/// The first lines of a file, which describe the device that wrote it.
 fn header(machine: &Machine) -> String {
     format!("{MAGIC}\n{} {:?}\n", machine.profile.name, machine.profile.system)
 }
@@ -160,7 +160,7 @@ fn read(machine: &Machine, path: &Path) -> Result<BTreeSet<String>, String> {
     keys_of(machine, &text).map_err(|why| format!("{}: {why}", path.display()))
 }
 
-/// Whether one of the archives has a pipeline.
+/// Returns true if one of the archives has a pipeline.
 pub(crate) fn has(
     archives: &NSArray<ProtocolObject<dyn MTLBinaryArchive>>,
     key: &str,

@@ -17,7 +17,7 @@ use crate::machine::{Entry, Label, Machine, invalid, lock};
 use crate::object::{Protocol, Sent, object, ours, settings, text_of};
 
 settings! {
-    /// What is captured, and where it goes.
+    /// The captured object, and the destination of the capture.
     "MTLCaptureDescriptor" as CaptureDescriptor of CaptureSettings;
     values {
         destination/setDestination: MTLCaptureDestination = MTLCaptureDestination::DeveloperTools;

@@ -44,7 +44,7 @@ const INFO_KEY: &str = "MTLCommandBufferEncoderInfoErrorKey";
 type HandlerBlock = *mut DynBlock<dyn Fn(NonNull<ProtocolObject<dyn MTLCommandBuffer>>)>;
 
 settings! {
-    /// What a command buffer is made with.
+    /// Settings of a new command buffer.
     "MTLCommandBufferDescriptor" as CommandBufferDescriptor of CommandBufferSettings;
     values {
         retainedReferences/setRetainedReferences: bool = true;

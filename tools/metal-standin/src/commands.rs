@@ -136,14 +136,14 @@ impl Pass {
     }
 }
 
-/// What a command buffer does, in order.
+/// An operation of a command buffer. A command buffer executes them in order.
 pub(crate) enum Op {
     Pass(Pass),
     Wait(Arc<EventState>, u64),
     Signal(Arc<EventState>, u64),
 }
 
-/// What an encoder was and how far it came.
+/// Labels of an encoder, and how far it came.
 #[derive(Clone, Debug)]
 pub(crate) struct Info {
     pub(crate) label: String,
@@ -168,7 +168,7 @@ pub(crate) struct CommandState {
     pub(crate) open: Option<String>,
     pub(crate) on_scheduled: Vec<Handler>,
     pub(crate) on_completed: Vec<Handler>,
-    /// Whether the handlers have been called.
+    /// True if the handlers have been called.
     pub(crate) is_scheduled: bool,
     pub(crate) is_completed: bool,
     pub(crate) fault: Option<Fault>,
@@ -187,7 +187,7 @@ pub(crate) struct CommandState {
 #[derive(Default)]
 pub(crate) struct Room {
     pub(crate) open: usize,
-    /// Those among them that are committed, and will complete.
+    /// Command buffers among the open ones that are committed, and will complete.
     pub(crate) committed: usize,
 }
 

@@ -26,7 +26,7 @@ thread_local! {
     static QUEUE: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Whether this is the thread that calls the handlers of a queue: it must not wait for them.
+/// Returns true on the thread that calls the handlers of a queue: it must not wait for them.
 pub(crate) fn is_thread_of(queue: u64) -> bool {
     QUEUE.get() == Some(queue)
 }

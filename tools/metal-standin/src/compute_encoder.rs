@@ -24,7 +24,7 @@ use crate::object::{Protocol, object, ours};
 use crate::pipeline::{PipelineState, pipeline_state};
 use crate::rules::{self, MAX_BUFFERS};
 
-/// What the next dispatch uses.
+/// The pipeline and the bindings of the next dispatch.
 struct Arguments {
     pipeline: Option<Arc<PipelineState>>,
     bound: Vec<Option<Bound>>,

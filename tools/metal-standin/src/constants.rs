@@ -14,7 +14,7 @@ use objc2_metal::{MTLDataType, MTLFunctionConstantValues};
 use crate::machine::{invalid, lock};
 use crate::object::{initialized, ours};
 
-/// What a value is set for.
+/// The constant that a value is set for.
 pub(crate) enum Key {
     Index(usize),
     Name(String),

@@ -1,4 +1,4 @@
-//! What tests ask of a device.
+//! The interface between tests and a device.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ impl Control {
         lock(&self.0.behavior).order = order;
     }
 
-    /// What the device has done.
+    /// Counts of the work that the device has done.
     pub fn counters(&self) -> Counters {
         self.0.counters()
     }

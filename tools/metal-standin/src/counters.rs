@@ -36,7 +36,7 @@ const NOT_SAMPLED: u64 = u64::MAX;
 const MAX_BYTES: usize = 32768;
 
 settings! {
-    /// What a counter sample buffer is made with.
+    /// Settings of a new counter sample buffer.
     "MTLCounterSampleBufferDescriptor" as SampleDescriptor of SampleSettings;
     values {
         storageMode/setStorageMode: MTLStorageMode = MTLStorageMode::Shared;

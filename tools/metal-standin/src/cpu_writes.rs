@@ -80,7 +80,7 @@ impl Watch {
         }
     }
 
-    /// What the GPU has written is not the CPU's.
+    /// Takes over the bytes that the GPU has written, so that they do not count as writes of the CPU.
     pub(crate) fn after(&mut self, touched: &Touched) {
         for (id, ranges) in touched.writes() {
             if let Some(shadow) = self.0.get_mut(&id) {

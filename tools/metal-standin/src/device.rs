@@ -435,7 +435,7 @@ fn reflect(
     Some(pipeline)
 }
 
-/// What the objects of a device know in common.
+/// The state that all objects of a device share.
 pub(crate) fn machine_of(device: &ProtocolObject<dyn MTLDevice>) -> &Arc<Machine> {
     ours::<StandinDevice, _>(device).machine()
 }

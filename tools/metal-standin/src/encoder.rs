@@ -1,4 +1,4 @@
-//! What compute and blit encoders have in common.
+//! The part that compute and blit encoders share.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::object::{Kept, Protocol, Sent, kept};
 use crate::rules;
 use crate::sync::fence_state;
 
-/// What has been encoded.
+/// The commands that have been encoded.
 struct Encoded {
     /// None after `endEncoding`.
     pass: Option<Pass>,

@@ -1,4 +1,4 @@
-//! What commands do.
+//! Execution of commands.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -177,7 +177,7 @@ fn unreachable(machine: &Machine, run: &Bindings) -> Option<Arc<BufferState>> {
     })
 }
 
-/// What the error of a run would be on a device.
+/// The fault of a device for an error of a run.
 fn failed(machine: &Machine, kernel: &str, e: &RunError, run: &Bindings) -> Fault {
     let code = match e {
         RunError::Access { .. } => MTLCommandBufferError::PageFault,

@@ -1,15 +1,18 @@
-//! Which work Metal orders, and bytes that unordered work touches.
+//! The order that Metal guarantees, and bytes that unordered work touches.
 //!
-//! - "MTLDispatchType, concurrent" and "MTLComputeCommandEncoder, memoryBarrier(scope:)": dispatches of a concurrent encoder may overlap;
-//!   a barrier orders those before it and those after it. Those of a serial encoder run one after the other.
-//! - "MTLHazardTrackingMode": Metal orders encoders of a queue that use a tracked resource. Untracked resources are the host's to order:
-//!   "MTLFence" orders encoders of a queue, "MTLEvent" command buffers of any queue of a device.
-//!   What a kernel reaches by its address is tracked where "MTLComputeCommandEncoder, useResource(_:usage:)" declares it: of what is merely
-//!   resident, Metal does not know which encoder uses it.
-//! - "MTLCommandBuffer, waitUntilCompleted()": what completed before a command buffer was committed is ordered before it.
+//! - "MTLDispatchType, concurrent" and "MTLComputeCommandEncoder, memoryBarrier(scope:)": dispatches of a
+//!   concurrent encoder may overlap; a barrier orders the dispatches before it before the dispatches after
+//!   it. Dispatches of a serial encoder run one after the other.
+//! - "MTLHazardTrackingMode": Metal orders encoders of a queue that use a tracked resource. Untracked
+//!   resources are the host's to order: "MTLFence" orders encoders of a queue, "MTLEvent" command buffers of
+//!   any queue of a device. Memory that a kernel reaches by its address is tracked where
+//!   "MTLComputeCommandEncoder, useResource(_:usage:)" declares it: Metal does not know which encoder uses
+//!   memory that is merely resident.
+//! - "MTLCommandBuffer, waitUntilCompleted()": work that completed before a command buffer was committed is
+//!   ordered before it.
 //!
-//! What an event or a fence orders is read narrowly: the commands that are encoded before its signal or update in the same command buffer or
-//! encoder, and all that those are ordered after.
+//! Events and fences are read narrowly: they order the commands that are encoded before the signal or update
+//! in the same command buffer or encoder, and all work that is ordered before these commands.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -105,7 +108,7 @@ pub(crate) struct Before {
 }
 
 impl Before {
-    /// What was complete when this many command buffers were.
+    /// The work that was complete when this many command buffers were.
     pub(crate) fn completed(count: u64) -> Self {
         Self { nodes: BTreeSet::new(), completed: count }
     }

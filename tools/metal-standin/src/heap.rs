@@ -23,7 +23,7 @@ use crate::rules;
 const ALIGN: usize = 256;
 
 settings! {
-    /// What a heap is made with.
+    /// Settings of a new heap.
     "MTLHeapDescriptor" as HeapDescriptor of HeapSettings;
     values {
         size/setSize: usize = 0;
@@ -207,7 +207,7 @@ fn padded(length: usize) -> usize {
     length.next_multiple_of(ALIGN) + ALIGN
 }
 
-/// What `heapBufferSizeAndAlignWithLength:options:` answers.
+/// The answer of `heapBufferSizeAndAlignWithLength:options:`.
 pub(crate) fn size_and_align(length: usize) -> MTLSizeAndAlign {
     MTLSizeAndAlign { size: padded(length), align: ALIGN }
 }

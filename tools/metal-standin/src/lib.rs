@@ -10,7 +10,7 @@
 //! control(&device).set_timing(Timing::Immediate);
 //! ```
 //!
-//! # What it checks
+//! # Checks
 //!
 //! - Metal's rules of use: a host that breaks one while it encodes gets a panic that starts with `Metal API validation:`. Rules that
 //!   the order of work decides (unordered dispatches and encoders, the CPU's writes to memory in flight, values of events, buffers that
@@ -19,12 +19,13 @@
 //! - Ownership: leaks ([`all_live`]), messages to freed objects, autoreleases without a pool, by `flashtile-objc-standin`.
 //! - A method that is missing here, or that the profile's system lacks, panics with its name; a missing class is an error of the linker.
 //!
-//! # How it behaves
+//! # Behavior
 //!
-//! By default work is as late as it may be ([`Timing::Late`]), so that a host that reads too early reads old bytes. Handlers are called
-//! on a thread of their queue. [`Order::Random`] runs what nothing orders in random order.
+//! By default work is as late as it may be ([`Timing::Late`]), so that a host that reads too early reads old
+//! bytes. Handlers are called on a thread of their queue. [`Order::Random`] runs unordered work in random
+//! order.
 //!
-//! # What it cannot show
+//! # Limits
 //!
 //! - That Apple's compiler takes a program, fast-math, real limits of registers, speed, and the words of Apple's validation layer.
 //! - Threadgroups that are not whole in `dispatchThreads`, textures, argument encoders, indirect command buffers, render encoders.

@@ -64,7 +64,7 @@ settings! {
 }
 
 settings! {
-    /// What a function is made of.
+    /// Settings of a new function.
     "MTLFunctionDescriptor" as FunctionDescriptor of FunctionSettings;
     values {
         options/setOptions: MTLFunctionOptions = MTLFunctionOptions::None;
@@ -214,7 +214,7 @@ impl FunctionState {
         self.library.msl.kernel(&self.name, &self.constants).map_err(|e| e.to_string())
     }
 
-    /// What an archive knows it by.
+    /// The key of the function in archives.
     pub(crate) fn key(&self) -> String {
         let constants: Vec<String> =
             self.constants.iter().map(|c| format!("{}={:?}", c.index, c.value)).collect();
@@ -323,7 +323,7 @@ pub(crate) fn function_state(function: &ProtocolObject<dyn MTLFunction>) -> Arc<
     ours::<Function, _>(function).ivars().clone()
 }
 
-/// What compile options say of a program.
+/// The program for the compiler, as compile options say.
 fn program(machine: &Machine, source: &NSString, options: Option<&MTLCompileOptions>) -> Program {
     let ivars = options.map(|o| ours::<Options, _>(o).ivars());
     let language = ivars.map(|i| i.languageVersion.get()).filter(|v| v.0 != 0);

@@ -1,4 +1,5 @@
-//! What the objects of one device know in common: its profile, what tests ask of it, and what it has seen.
+//! The state that the objects of one device share: its profile, the demands of tests, and records of its
+//! work.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,7 +24,7 @@ macro_rules! invalid {
 }
 pub(crate) use invalid;
 
-/// What a device has done.
+/// Counts of the work that a device has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
@@ -51,7 +52,7 @@ pub struct Counters {
     pub fences: usize,
 }
 
-/// What hosts leave for tools: labels, debug groups and captures, in the order of the calls.
+/// Information of hosts for tools: labels, debug groups and captures, in the order of the calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Entry {
@@ -117,7 +118,7 @@ pub(crate) struct Machine {
     changed: Condvar,
 }
 
-/// What somebody waits for.
+/// A condition that a thread waits for.
 #[derive(Clone)]
 pub(crate) struct Demand {
     /// The queue whose work brings it about, where that is known.
@@ -240,7 +241,7 @@ impl Machine {
         result
     }
 
-    /// What somebody still waits for.
+    /// The conditions that threads still wait for.
     pub(crate) fn demands(&self) -> Vec<Demand> {
         let all: Vec<Demand> = lock(&self.demands).iter().map(|d| d.1.clone()).collect();
         all.into_iter().filter(|d| !(d.is_met)()).collect()
@@ -271,7 +272,7 @@ impl Machine {
         lock(&self.counters).bytes -= bytes;
     }
 
-    /// Whether the next buffer is one that a test wants to be nil.
+    /// Returns true if a test wants the next buffer to be nil.
     pub(crate) fn fails_buffer(&self) -> bool {
         let mut faults = lock(&self.faults);
         match faults.buffers.front_mut() {

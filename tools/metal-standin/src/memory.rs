@@ -31,9 +31,9 @@ enum Owner {
 pub(crate) struct Storage {
     pub(crate) id: u64,
     pub(crate) bytes: usize,
-    /// Whether Metal orders the encoders of a queue that use it.
+    /// True if Metal orders the encoders of a queue that use it.
     pub(crate) is_tracked: bool,
-    /// Whether the CPU may read and write it.
+    /// True if the CPU may read and write it.
     pub(crate) is_visible: bool,
     start: *mut u8,
     owner: Owner,
@@ -46,12 +46,12 @@ unsafe impl Send for Storage {}
 // SAFETY: as above.
 unsafe impl Sync for Storage {}
 
-/// What a storage is asked for.
+/// The properties of a new storage.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kind {
     pub(crate) is_tracked: bool,
     pub(crate) is_visible: bool,
-    /// Whether its bytes count as the device's memory.
+    /// True if its bytes count as the device's memory.
     pub(crate) is_counted: bool,
 }
 
@@ -147,7 +147,7 @@ pub(crate) struct BufferState {
     pub(crate) label: Label,
     pub(crate) is_alive: AtomicBool,
     pub(crate) is_aliasable: AtomicBool,
-    /// Whether the host has asked for its address, by which kernels may reach it.
+    /// True if the host has asked for its address, by which kernels may reach it.
     pub(crate) has_address: AtomicBool,
     /// MTLPurgeableState.
     pub(crate) purgeable: AtomicUsize,

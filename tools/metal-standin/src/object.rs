@@ -58,7 +58,7 @@ pub(crate) fn any<T: Message>(object: Retained<T>) -> Retained<AnyObject> {
     unsafe { Retained::cast_unchecked(object) }
 }
 
-/// What may be sent to another thread although its type does not say so.
+/// A value that may be sent to another thread although its type does not say so.
 #[derive(Clone, Debug)]
 pub(crate) struct Sent<T>(T);
 

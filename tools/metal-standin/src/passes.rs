@@ -137,7 +137,7 @@ pass_classes!(
     BlitPassDescriptor
 );
 
-/// What a descriptor says: whether dispatches are concurrent, and where times go.
+/// The settings of a descriptor: true if dispatches are concurrent, and the places of times.
 pub(crate) fn compute_pass(descriptor: &MTLComputePassDescriptor) -> (bool, Samples) {
     let pass = ours::<ComputePassDescriptor, _>(descriptor).ivars();
     (pass.kind.get() == MTLDispatchType::Concurrent, pass.samples())

@@ -7,7 +7,7 @@ use objc2_metal::{MTLBinaryArchive, MTLFunction, MTLShaderValidation, MTLSize};
 use crate::object::settings;
 
 settings! {
-    /// What a pipeline is made of.
+    /// Settings of a new pipeline.
     "MTLComputePipelineDescriptor" as PipelineDescriptor of PipelineSettings;
     values {
         threadGroupSizeIsMultipleOfThreadExecutionWidth/setThreadGroupSizeIsMultipleOfThreadExecutionWidth: bool = false;

@@ -1,4 +1,4 @@
-//! What a device is, and how it behaves: chosen by tests.
+//! Properties and behavior of a device, which tests choose.
 
 use std::time::Duration;
 
@@ -11,26 +11,27 @@ use objc2_metal::{MTLGPUFamily, MTLLanguageVersion};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Profile {
-    /// What `name` answers.
+    /// The answer of `name`.
     pub name: String,
-    /// What `architecture` answers by its `name`; None before macOS 14 and iOS 17, where the method is missing.
+    /// The answer of `architecture` by its `name`; None before macOS 14 and iOS 17, where the method is
+    /// missing.
     pub architecture: Option<String>,
-    /// What `supportsFamily:` affirms.
+    /// The families that `supportsFamily:` affirms.
     pub families: Vec<MTLGPUFamily>,
     /// Major, minor and patch version of the operating system.
     pub system: [isize; 3],
     /// The newest Metal Shading Language that its compiler takes.
     pub newest_language: MTLLanguageVersion,
-    /// Whether `newResidencySetWithDescriptor:error:` and its like are there: from macOS 15 and iOS 18 on.
+    /// True if `newResidencySetWithDescriptor:error:` and its like exist: from macOS 15 and iOS 18 on.
     pub has_residency_sets: bool,
-    /// Whether `mathMode` of compile options is there: from macOS 15 and iOS 18 on.
+    /// True if `mathMode` of compile options exists: from macOS 15 and iOS 18 on.
     pub has_math_mode: bool,
     /// Threads that a threadgroup may have.
     pub max_threads: usize,
     /// `maxTotalThreadsPerThreadgroup` of each pipeline, where the registers of a kernel allow fewer than `max_threads`.
     pub pipeline_threads: usize,
-    /// Whether kernels that declare their threads are compiled for them, with registers spilled to memory where they do not suffice, rather
-    /// than for `pipeline_threads` too.
+    /// True if kernels that declare their threads are compiled for them, with registers spilled to memory
+    /// where they do not suffice. Otherwise they are compiled for `pipeline_threads` as others are.
     pub compiles_for_declared_threads: bool,
     /// Bytes of threadgroup memory.
     pub max_threadgroup_memory: usize,
@@ -38,10 +39,10 @@ pub struct Profile {
     pub max_buffer_length: usize,
     /// Bytes that all buffers together may have: past them a new buffer is nil.
     pub memory: usize,
-    /// What `recommendedMaxWorkingSetSize` answers.
+    /// The answer of `recommendedMaxWorkingSetSize`.
     pub working_set: u64,
-    /// Whether a library without an explicit language version is refused. The default is the newest version of the system, so that a
-    /// program that leaves it open compiles differently after an update.
+    /// True if a library without an explicit language version is refused. The default is the newest version
+    /// of the system, so that a program that leaves it open compiles differently after an update.
     pub requires_language_version: bool,
     /// The time after which a command buffer that waits for an event fails, with the error of the GPU's watchdog, so that a test ends.
     pub event_timeout: Duration,
@@ -151,8 +152,8 @@ impl Default for Profile {
 pub enum Timing {
     /// At once, on the device's thread.
     Immediate,
-    /// As late as it may be: when somebody waits for it, or for what only it can bring about, or after this much time. What reads
-    /// results before it waits sees the bytes before.
+    /// As late as it may be: when a thread waits for it, or for an effect that only it can have, or after
+    /// this much time. A host that reads results before it waits sees the old bytes.
     Late(Duration),
 }
 

@@ -28,7 +28,7 @@ use crate::scheduler::{Scheduler, TICK};
 const MAX_OPEN: usize = 64;
 
 settings! {
-    /// What a queue is made with.
+    /// Settings of a new queue.
     "MTLCommandQueueDescriptor" as QueueDescriptor of QueueSettings;
     values {
         maxCommandBufferCount/setMaxCommandBufferCount: usize = MAX_OPEN;

@@ -19,7 +19,7 @@ use crate::object::{Kept, Protocol, kept, object, ours, settings, thread_safe};
 use crate::rules;
 
 settings! {
-    /// What a residency set is made with.
+    /// Settings of a new residency set.
     "MTLResidencySetDescriptor" as ResidencySetDescriptor of ResidencySettings;
     values {
         initialCapacity/setInitialCapacity: usize = 0;
@@ -34,7 +34,7 @@ settings! {
 struct Members {
     /// With changes that are not committed.
     pending: Vec<Kept>,
-    /// What is resident.
+    /// The allocations that are resident.
     committed: Vec<Kept>,
 }
 

@@ -166,7 +166,7 @@ pub(crate) fn blit(offset: usize, length: usize, buffer: &BufferState) {
     }
 }
 
-/// The same document: the ranges of a copy inside one buffer do not overlap.
+/// "MTLBlitCommandEncoder" too: the ranges of a copy inside one buffer do not overlap.
 pub(crate) fn blit_inside(from: usize, to: usize, length: usize) {
     if from < to + length && to < from + length {
         invalid!("a copy of {length} bytes from {from} to {to} of one buffer: the ranges overlap");
@@ -254,7 +254,7 @@ pub(crate) fn ended() -> ! {
     invalid!("an encoder is used after endEncoding")
 }
 
-/// The same document: it ends before it is released.
+/// "MTLCommandEncoder, endEncoding()" too: an encoder ends before it is released.
 pub(crate) fn released_open(kind: &str) -> ! {
     invalid!("a {kind} is released without endEncoding")
 }

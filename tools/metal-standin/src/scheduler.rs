@@ -67,7 +67,7 @@ impl Job {
         }
     }
 
-    /// Whether it waits for an event.
+    /// Returns true if it waits for an event.
     fn is_blocked(&self) -> bool {
         matches!(self.ops.front(), Some(Op::Wait(event, value)) if event.value() < *value)
     }
@@ -126,7 +126,8 @@ impl Scheduler {
         }
     }
 
-    /// Whether the next command buffer of a queue is enqueued and not committed, so that none behind it runs.
+    /// Returns true if the next command buffer of a queue is enqueued and not committed, so that no later one
+    /// runs.
     pub(crate) fn is_held(&self, queue: u64) -> bool {
         let state = lock(&self.state);
         state.lanes.get(&queue).and_then(|l| l.jobs.front()).is_some_and(|j| j.object.is_none())
@@ -148,7 +149,7 @@ impl Scheduler {
             }
         }
         {
-            // What the GPU is writing at this moment is not the CPU's.
+            // Bytes that the GPU is writing at this moment are not writes of the CPU.
             let _nothing_runs = lock(&self.running);
             let mut state = lock(&self.state);
             let state = &mut *state;
@@ -344,7 +345,7 @@ impl Scheduler {
         };
         let mut now = node(job.before.clone());
         let mut own = Vec::new();
-        // What dispatches have touched since barriers.
+        // Bytes that dispatches have touched since the last barrier.
         let mut open: Vec<Touched> = Vec::new();
         let (storages, resident) = (job.storages.clone(), job.resident.clone());
         let mut nodes = Vec::new();

@@ -63,7 +63,7 @@ extern "C" fn start() {
     capture::register();
 }
 
-/// What the linker keeps so that the classes are there before `main`.
+/// The entry that makes the linker keep the classes, so that they exist before `main`.
 #[used]
 #[unsafe(link_section = ".init_array")]
 pub(crate) static AT_START: extern "C" fn() = start;

@@ -87,7 +87,7 @@ pub(crate) struct EventState {
     pub(crate) machine: Arc<Machine>,
     device: Device,
     label: Label,
-    /// Whether other devices may use it.
+    /// True if other devices may use it.
     pub(crate) is_shared: bool,
     value: Mutex<Value>,
     changed: Condvar,
@@ -117,7 +117,7 @@ impl EventState {
         true
     }
 
-    /// What a wait for a value orders.
+    /// The work that is ordered before a wait for a value.
     pub(crate) fn before(&self, value: u64) -> Before {
         let now = lock(&self.value);
         let mut before = Before::default();
@@ -207,7 +207,7 @@ event_class!(
             let before = self.ivars().value();
             rules::signaled_value(before, value);
             if value != before {
-                // What the CPU has seen complete is ordered before.
+                // Work that the CPU has seen complete is ordered before.
                 let completed = self.ivars().machine.completed();
                 self.ivars().signal(value, Before::completed(completed));
             }

@@ -1,4 +1,4 @@
-//! What a run read and wrote.
+//! The bytes that a run read and wrote.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

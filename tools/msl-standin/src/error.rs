@@ -130,11 +130,11 @@ pub enum RunError {
     Diverged {
         /// One of the threads.
         at: ThreadId,
-        /// What it does.
+        /// The operation at which it waits, or that it has returned.
         does: String,
         /// The index of another thread of its threadgroup.
         other: u32,
-        /// What the other does.
+        /// The operation at which the other waits, or that it has returned.
         other_does: String,
     },
     /// An argument that must be the same for all lanes of a SIMD-group operation differs.
@@ -157,18 +157,18 @@ pub enum RunError {
     Access {
         /// The thread.
         at: ThreadId,
-        /// What is wrong.
+        /// The fault of the access.
         what: String,
     },
     /// Two threads access the same byte with no barrier between, at least one writes, and not both accesses are atomic.
     Race {
         /// The thread that accesses it later.
         at: ThreadId,
-        /// What it does.
+        /// The access.
         does: String,
         /// The number of the threadgroup of the earlier access, in the order of the grid, and the thread in it.
         other: (u32, u32),
-        /// Whether the earlier access is a write.
+        /// True if the earlier access is a write.
         wrote: bool,
     },
     /// A thread does not terminate.

@@ -4,7 +4,7 @@
 use std::arch::naked_asm;
 use std::io;
 
-/// Whether coroutines are supported. The instruction set that kernels are compiled for is checked with the compiler.
+/// `Ok` if coroutines are supported. `Compiler` checks the instruction set that kernels are compiled for.
 pub(crate) const SUPPORTED: Result<(), &str> = Ok(());
 
 /// Bytes of a stack, which holds arrays of kernels; untouched pages take no memory.

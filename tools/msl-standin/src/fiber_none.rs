@@ -3,7 +3,7 @@
 
 use std::io;
 
-/// Whether coroutines are supported.
+/// An error, as coroutines are not supported.
 pub(crate) const SUPPORTED: Result<(), &str> = Err("it needs x86-64 Linux");
 
 #[derive(Debug)]

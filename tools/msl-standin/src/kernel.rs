@@ -42,8 +42,9 @@ pub struct Binding {
     /// The byte of the allocation that the kernel sees as the first one, at most the allocation's length. It need not be aligned:
     /// accesses are judged by their addresses.
     pub offset: usize,
-    /// Whether the kernel may write from `offset` on. Where several bindings cover a byte, one that is writable is enough: kernels
-    /// see one memory. A kernel that only reads, through a pointer to `const` or not, needs none.
+    /// True if the kernel may write from `offset` on. Where several bindings cover a byte, one writable
+    /// binding is enough: kernels see one memory. A kernel that only reads, through a pointer to `const` or
+    /// not, needs no writable binding.
     pub writable: bool,
 }
 
@@ -339,7 +340,7 @@ fn check_grid(name: &str, Grid { groups, threads }: Grid, limit: u32) -> Result<
     Ok(count as usize)
 }
 
-/// What a run may access of each allocation, and the buffers that it is bound as.
+/// The extent that a run may access of each allocation, and the name of the allocation in faults.
 fn allocations(bindings: &[Binding]) -> Result<Vec<(Extent, String)>, RunError> {
     let mut found: Vec<(Extent, Vec<usize>)> = Vec::new();
     for b in bindings {
@@ -381,7 +382,7 @@ fn buffer_name(mut indices: Vec<usize>) -> String {
     format!("the memory of buffers {}", list.join(", "))
 }
 
-/// What all threads of a launch see, without addresses.
+/// The context that is equal for all threads of a launch, without addresses.
 fn context(Grid { groups, threads }: Grid, count: usize) -> ThreadContext {
     ThreadContext {
         thread_position_in_grid: [0; 3],

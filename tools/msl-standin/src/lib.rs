@@ -16,7 +16,7 @@
 //! # }
 //! ```
 //!
-//! # What is checked
+//! # Checks
 //!
 //! The tokens of a program are checked first. Clang then compiles it as C++ for OpenCL, whose types have address spaces.
 //!
@@ -60,7 +60,7 @@
 //! reflection that a device and its hosts ask for. [`Compiler`], [`Library`] and [`Kernel`] are [`Send`] and [`Sync`]; runs of one
 //! library wait for each other.
 //!
-//! # What is not checked
+//! # Limits
 //!
 //! - Apple's compiler differs from clang: a program that passes here may still be refused there.
 //! - Vector comparisons give vectors of integers, and there is no `bool4`; `half4 * 2.0f` is refused, though Metal may

@@ -29,7 +29,7 @@ pub(crate) enum Fault {
     Race { does: String, group: u32, thread: u32, wrote: bool },
 }
 
-/// What a region belongs to.
+/// The owner of a region.
 #[derive(Clone, Copy, Debug)]
 enum Owner {
     /// The compiled library, whose memory is only read and has no shadow.
@@ -119,7 +119,7 @@ pub(crate) struct Memory {
     variables: Vec<Option<u64>>,
     launch: Mark,
     last: usize,
-    /// Whether races are detected.
+    /// True if races are detected.
     checks_races: bool,
 }
 
@@ -168,7 +168,7 @@ impl Memory {
         self.allocations.push(Shared { id: extent.id, start: extent.start, shadow });
     }
 
-    /// What has been read and written of the allocations.
+    /// The bytes of the allocations that have been read and written.
     pub(crate) fn accesses(&self) -> Accesses {
         let mut accesses = Accesses::default();
         for allocation in &self.allocations {
@@ -249,7 +249,7 @@ impl Memory {
         Err(Fault::Race { does, group: touch.group() - 1, thread: u32::from(touch.thread()), wrote })
     }
 
-    /// What is wrong with an access outside of all regions.
+    /// The description of an access outside of all regions.
     fn outside(&self, at: u64, size: u64, write: bool) -> String {
         let verb = if write { "writes" } else { "reads" };
         let distance = |r: &Region| if at < r.start { r.start - at } else { at - r.end.min(at) };

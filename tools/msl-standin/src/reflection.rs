@@ -1,4 +1,5 @@
-//! What the host can ask about a compiled program: arguments of kernels, their threadgroup variables, and function constants.
+//! Facts about a compiled program for the host: arguments of kernels, their threadgroup variables, and
+//! function constants.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -27,11 +28,11 @@ pub struct ArgumentInfo {
     pub index: usize,
     /// Where it points. `[[threadgroup(n)]]` is [`AddressSpace::Threadgroup`], `[[buffer(n)]]` one of the others.
     pub address_space: AddressSpace,
-    /// Whether the kernel can only read through it: it points to `const`, or into `constant` memory.
+    /// True if the kernel can only read through it: it points to `const`, or into `constant` memory.
     pub is_const: bool,
     /// The size in bytes of what it points to, padding included: `sizeof` of one element. None for `void`.
     pub bytes: Option<usize>,
-    /// Whether it is a reference, such as `constant Params&`, and so to one value rather than to an array.
+    /// True if it is a reference, such as `constant Params&`, and so to one value rather than to an array.
     pub is_reference: bool,
     /// The `bool` constant of its `[[function_constant(..)]]`; the kernel has the argument only where that is true.
     pub condition: Option<String>,
@@ -46,11 +47,11 @@ pub struct ConstantInfo {
     pub index: u32,
     /// The name of its type, as the program spells it: `uint`, `bool`.
     pub type_name: String,
-    /// Whether the program asks `is_function_constant_defined` of it, so that it need not be set.
+    /// True if the program asks `is_function_constant_defined` of it, so that it need not be set.
     pub is_optional: bool,
 }
 
-/// What is known of a kernel once it is compiled.
+/// Facts about a compiled kernel.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) arguments: Vec<ArgumentInfo>,

@@ -59,7 +59,7 @@ struct SyncPoint {
     operation: u32,
     line: u32,
     column: u32,
-    /// What must be the same for all lanes: flags of a barrier, a hash of uniform arguments.
+    /// A value that must be equal in all lanes: flags of a barrier, a hash of uniform arguments.
     key: u64,
 }
 
@@ -81,7 +81,7 @@ impl SyncPoint {
         format!("is at {operation} in line {}", self.line)
     }
 
-    /// Whether all 32 lanes have to take part.
+    /// Returns true if all 32 lanes have to take part.
     fn needs_all(&self) -> bool {
         (3..=5).contains(&self.operation)
     }

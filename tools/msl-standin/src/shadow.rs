@@ -46,7 +46,7 @@ impl Touch {
         self.who as u16
     }
 
-    /// Whether nothing orders this access before `now`.
+    /// Returns true if nothing orders this access before `now`.
     #[inline]
     fn races(&self, now: &Touch, across_groups: bool) -> bool {
         if self.who == 0 || self.who & now.who & ATOMIC != 0 {
@@ -156,7 +156,7 @@ pub(crate) struct Shadow {
     /// them, so that a large table costs nothing where it is not used.
     table: Vec<u32>,
     pages: Vec<Page>,
-    /// Whether accesses of different threadgroups race.
+    /// True if accesses of different threadgroups race.
     across_groups: bool,
     finds_races: bool,
 }

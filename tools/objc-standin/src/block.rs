@@ -42,7 +42,7 @@ unsafe extern "C" {
     fn free(at: *mut c_void);
 }
 
-/// Whether an object is a block.
+/// Returns true if an object is a block.
 pub(crate) unsafe fn is_block(object: *const c_void) -> bool {
     let isa = *object.cast::<*const Class>();
     [&_NSConcreteGlobalBlock, &_NSConcreteStackBlock, &_NSConcreteMallocBlock].iter().any(|c| eq(*c, isa))

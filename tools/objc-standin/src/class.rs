@@ -1,4 +1,4 @@
-//! What a class is made of.
+//! The parts of a class.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char};
@@ -35,7 +35,8 @@ pub(crate) struct Ivar {
     pub(crate) types: CString,
 }
 
-/// A class or a metaclass. What others may do with one is to give it a symbol ([`export_classes`](crate::export_classes)).
+/// A class or a metaclass. Other crates can only give it a symbol
+/// ([`export_classes`](crate::export_classes)).
 #[repr(C)]
 pub struct Class {
     pub(crate) isa: AtomicPtr<Class>,
@@ -97,7 +98,7 @@ impl Class {
         own.or_else(|| self.parent()?.find(sel))
     }
 
-    /// Whether this class is the other, or lies below it.
+    /// Returns true if this class is the other, or lies below it.
     pub(crate) fn is_below(&self, other: *const Self) -> bool {
         std::ptr::eq(self, other) || self.parent().is_some_and(|p| p.is_below(other))
     }

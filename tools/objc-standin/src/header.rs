@@ -1,4 +1,4 @@
-//! What lies before and at the start of each object: the count of references, and the class.
+//! The words before and at the start of each object: the count of references, and the class.
 //!
 //! Two words lie before each object, the first of which counts references.
 
@@ -24,12 +24,12 @@ pub(crate) unsafe fn class_of(object: *const c_void) -> &'static Class {
     (*object.cast::<AtomicPtr<Class>>()).load(SeqCst).as_ref().expect("an object has a class")
 }
 
-/// Whether an object is a class.
+/// Returns true if an object is a class.
 pub(crate) unsafe fn is_class(object: *const c_void) -> bool {
     class_of(object).is_meta
 }
 
-/// Whether an object, which is no class, is gone.
+/// Returns true if an object, which is no class, is gone.
 pub(crate) unsafe fn is_freed(object: *const c_void) -> bool {
     !is_block(object) && count(object).load(SeqCst) >= FREED
 }

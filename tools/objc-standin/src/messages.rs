@@ -7,7 +7,7 @@ use crate::class::{Class, Imp, Method};
 use crate::header::{class_of, is_freed};
 use crate::selectors::{Sel, name_of, selector};
 
-/// What a message to `super` is sent to.
+/// The receiver of a message to `super`.
 #[repr(C)]
 struct Super {
     receiver: *mut c_void,

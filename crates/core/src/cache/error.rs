@@ -149,7 +149,7 @@ pub enum CacheError {
         /// The field of the header that is not recognised.
         field: &'static str,
     },
-    /// The length of a snapshot differs from what its header says.
+    /// The length of a snapshot differs from the length in its header.
     SnapshotLength {
         /// Bytes according to the header, or the size of a header.
         expected: usize,

@@ -18,8 +18,8 @@ use std::ops::Range;
 /// An operation that is refused changes nothing. Sequences never see each other's tokens: pages shared by
 /// [`KvCache::fork`] are copied before one of the sequences writes to them. A batch lists a sequence at most once.
 ///
-/// Operations return the error type of the store, [`PageStore::Error`]: [`CacheError`] in main memory; on a device it also says what
-/// failed there.
+/// Operations return the error type of the store, [`PageStore::Error`]: [`CacheError`] in main memory; on a
+/// device it also has the failures of the device.
 #[derive(Debug)]
 pub struct KvCache<S: PageStore = HostStore> {
     desc: CacheDesc,

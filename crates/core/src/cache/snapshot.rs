@@ -70,8 +70,9 @@ impl Snapshot {
         &self.bytes
     }
 
-    /// The mean `[kv_heads, head_dim]` that was subtracted from the keys of a layer, if there was one: what
-    /// [`KvCache::set_key_mean`](super::KvCache::set_key_mean) needs before the snapshot is restored into a new cache.
+    /// The mean `[kv_heads, head_dim]` that was subtracted from the keys of a layer, if there was one. A new
+    /// cache needs it by [`KvCache::set_key_mean`](super::KvCache::set_key_mean) before the snapshot is
+    /// restored into it.
     ///
     /// # Errors
     /// [`CacheError::Layer`].

@@ -1,4 +1,4 @@
-//! How far an answer is from the reference, and what codecs cost for given keys and values.
+//! The distance of an answer from the reference, and the errors of codecs for given keys and values.
 
 mod answer;
 mod compare;

@@ -21,7 +21,7 @@ pub enum StoreError<E> {
         /// The type of the view.
         element: ScalarType,
     },
-    /// The memory of rows does not hold what their shape and strides reach. The cache is unchanged.
+    /// The memory of rows is smaller than their shape and strides need. The cache is unchanged.
     Memory(ViewError),
     /// A launch failed. Contents of the cache are unspecified after an error of the device.
     Launch(LaunchError<E>),

@@ -235,8 +235,8 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok((index, self.codec.dtype() == Some(dtype)))
     }
 
-    /// Checks what is known of rows before they are stored: that there is code for their type, how many they are, and that their memory
-    /// holds them.
+    /// Checks rows before they are stored: there is code for their type, they are not too many, and their
+    /// memory holds them.
     pub(super) fn check<E>(&self, rows: &GpuRows<'_, M>) -> Result<(), StoreError<E>> {
         let (index, _) = self.instance(rows.view.element())?;
         made(&self.writers[index])?;

@@ -11,7 +11,7 @@ pub struct Attend {
     pub q: [u64; 3],
     /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
     pub k: [u64; 3],
-    /// Strides of values, likewise.
+    /// Strides of values, in the units of the strides of keys.
     pub v: [u64; 3],
     /// Strides of the mask over sequence, head and query, in elements.
     pub mask: [u64; 3],

@@ -1,4 +1,4 @@
-//! A copy: what others are compared with.
+//! A copy, with which the bandwidth of other kernels is compared.
 
 use flashtile_kernel::prelude::*;
 

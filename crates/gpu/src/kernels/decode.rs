@@ -346,7 +346,7 @@ fn attend_tiles<
 /// | `Q` | type of q |
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
-/// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
+/// | `T`, `U`, `S` | tiles of 8 query rows, tiles of 16 keys at a time, SIMD groups |
 /// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
 ///
 /// Generics that follow from them:
@@ -430,7 +430,7 @@ pub fn decode<
 ) {
     // Queries; at the end, sums of the outputs of the SIMD groups.
     let mut queries: Shared<f32> = shared(8 * T * DM);
-    // Of each row: the factor of its products, and what is added to them.
+    // The factor and the bias of the products of each row.
     let mut scales: Shared<f32> = shared(8 * T);
     let mut biases: Shared<f32> = shared(8 * T);
     let mut max_sum: Shared<f32> = shared(16 * S * T);

@@ -121,7 +121,7 @@ fn greatest<const D: usize>(row: &Shared<f32>, start: u32) -> f32 {
 #[device]
 fn fix<const D: usize>(row: &mut Shared<f32>, start: u32, most: f32) -> u64 {
     let factor = ONE / most;
-    // Sums of 32 bits of what is above and below 2^16.
+    // 32-bit sums of the squares' bits above and below 2^16.
     let mut high = 0u32;
     let mut low = 0u32;
     for c in (simd_lane()..D as u32).step_by(32) {
@@ -614,7 +614,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
             let all_finite = simd_all(finite);
             if fits {
                 if ORDER > 0 {
-                    // Lanes have read what others have to rotate.
+                    // Lanes have read the elements that others are about to rotate.
                     simd_barrier();
                     rotate::<D, ORDER>(&mut held, start, factors);
                 }

@@ -37,8 +37,8 @@ const BELOW_INTEGERS_BITS: u32 = 0x4aff_ffff;
 #[constant]
 pub const ENTRIES: u32 = 256;
 
-/// 2^-19. Estimates of what f64 would be are off by less than half of it, relative to themselves: at most two `rsqrt` with
-/// errors of 2^-22, four products and three conversions of 2^-24.
+/// 2^-19. Estimates of f64 results are off by less than half of it, relative to themselves: at most two
+/// `rsqrt` with errors of 2^-22, four products and three conversions of 2^-24.
 #[constant]
 const DOUBT: f32 = 1.907_348_6e-6;
 

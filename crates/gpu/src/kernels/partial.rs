@@ -112,7 +112,7 @@ pub fn merge_simds<const S: usize, const N: usize, const T: usize>(
     sums: &mut Shared<f32>,
 ) {
     share_max_sum::<N, T>(state, max_sum);
-    // Nobody reads what was in `sums` before, either.
+    // After the barrier no thread reads the old contents of `sums` either.
     barrier();
     sum_outputs::<S, N, T>(state, max_sum, sums);
 }

@@ -1,4 +1,4 @@
-//! Products of matrices and nothing else: what prefill is compared with.
+//! Products of matrices and nothing else, with which prefill is compared.
 
 use flashtile_kernel::prelude::*;
 

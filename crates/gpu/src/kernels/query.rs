@@ -136,8 +136,8 @@ pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend,
     bound.end = keys.end;
     bound.position = position;
     if bound.begin < bound.end {
-        // The distance to the nearest visible key changes no probability and would cost f32 the digits of what does: it
-        // is a shift of the logsumexp.
+        // The distance to the nearest visible key changes no probability, and would cost the other distances
+        // digits of f32: it is a shift of the logsumexp.
         bound.position = position.clamp(bound.begin, bound.end - 1);
     }
     if has.alibi {
@@ -322,8 +322,8 @@ pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
     prepared
 }
 
-/// Prepares the staged queries, a SIMD group one at a time, and stores the factor of each row's products and what is
-/// added to them.
+/// Prepares the staged queries, a SIMD group one at a time, and stores the factor and the bias of each row's
+/// products.
 #[device]
 pub fn prepare_queries<
     const FORMAT: u32,

@@ -32,7 +32,7 @@ pub const SECOND_PASS: u32 = 0x8000_0000;
 #[constant]
 pub const MIN_SCALE: f32 = -60.0;
 
-/// Right operands of the product with the keys, and what makes scores of its results.
+/// Right operands of the product with the keys, and the terms that make scores of the products.
 #[device]
 pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
     /// The queries, rounded to `K`.
@@ -128,7 +128,7 @@ pub fn qk_tile<
     let scales = [scale_of::<FORMAT, D>(keys.scales[0]), scale_of::<FORMAT, D>(keys.scales[1])];
     let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks, nibbles);
     let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks, nibbles);
-    // Codebooks are f32: a second operand is what f16 leaves of them.
+    // Codebooks are f32: a second operand has their rounding residuals in f16.
     let mut low_left = low;
     let mut high_left = high;
     if is_mlx(FORMAT) {
@@ -193,7 +193,7 @@ pub fn qk_tile<
     scores
 }
 
-/// Memory of what changes scores.
+/// Memory of the biases and masks of scores.
 #[device]
 pub struct BiasMemory<'a> {
     /// ALiBi slopes `[H]`.
@@ -215,7 +215,7 @@ pub struct Scoring {
     pub tree: i32,
 }
 
-/// A score with what the mask says of its key, `-inf` where the row does not see the key.
+/// A score plus the mask's bias of its key, `-inf` where the row does not see the key.
 #[device]
 pub fn masked(
     score: f32,

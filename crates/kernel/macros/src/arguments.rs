@@ -58,7 +58,7 @@ impl Parse for Derived {
     }
 }
 
-/// A condition and what it means.
+/// A condition and its meaning.
 pub(crate) struct Requirement {
     pub(crate) condition: Expr,
     pub(crate) message: LitStr,

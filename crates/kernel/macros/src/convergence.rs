@@ -1,4 +1,4 @@
-//! Convergent operations: what the threads of a SIMD group or of a threadgroup must reach together.
+//! Convergent operations, which the threads of a SIMD group or of a threadgroup must reach together.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Errors: each at the span of what is refused, and all of an item at once.
+//! Errors: each at the span of the refused code, and all of an item at once.
 
 use proc_macro2::{Span, TokenStream};
 use quote::ToTokens;
@@ -10,7 +10,7 @@ pub(crate) struct Errors {
 }
 
 impl Errors {
-    /// Refuses what stands at `tokens`. The message gives the reason, and what to write instead.
+    /// Refuses the code at `tokens`. The message gives the reason and the replacement.
     pub(crate) fn refuse(&mut self, tokens: &impl ToTokens, message: impl std::fmt::Display) {
         self.all.push(syn::Error::new_spanned(tokens, message));
     }

@@ -100,7 +100,8 @@ pub(crate) fn module_lints() -> TokenStream {
 
 /// The body of a native function.
 pub(crate) enum NativeBody<'a> {
-    /// Something was refused: of what is written for the language alone rustc would say that it is no Rust.
+    /// No body, as something was refused: rustc would report code that only the language accepts as wrong
+    /// Rust.
     Absent,
     /// A `const fn`, which rustc evaluates too.
     AsWritten(&'a syn::Block),

@@ -1,4 +1,4 @@
-//! The intrinsics, as tables: what their arguments and results are, and their names in C++.
+//! The intrinsics, as tables: the types of their arguments and results, and their names in C++.
 //!
 //! rustc checks calls against the functions of flashtile-kernel. The tables say which names are intrinsics, which of them take the
 //! context of the thread, which are convergent, and which type a literal argument has.

@@ -183,7 +183,7 @@ impl Expansion<'_> {
         constants.collect()
     }
 
-    /// `let T = ..;` for every type parameter: what it is in the values of derived generics.
+    /// `let T = ..;` for every type parameter: its value in derived generics.
     fn types(&self, value: impl Fn(usize, &Ident) -> TokenStream) -> TokenStream {
         let types = self.generics.iter().enumerate().filter_map(|(n, parameter)| match parameter {
             Parameter::Type { name, .. } => {
@@ -353,7 +353,7 @@ impl Expansion<'_> {
         })
     }
 
-    /// The conditions, over what a launch passes by the parameters' names.
+    /// The conditions, over the arguments of a launch by the parameters' names.
     fn unmet(&self) -> TokenStream {
         if self.contract.requires.is_empty() {
             return quote!(|_| ::core::option::Option::None);

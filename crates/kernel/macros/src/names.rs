@@ -1,4 +1,4 @@
-//! Names: what a Rust identifier is called in C++.
+//! Names: the C++ name of a Rust identifier.
 //!
 //! Rust allows shadowing; C++ refuses two declarations of one name in a scope, and in `auto x = x + 1;` the right `x` is the new one.
 //! So a binding gets a name that no visible binding has: its own, or its own with a number.
@@ -109,7 +109,7 @@ pub(crate) fn field(name: &str) -> String {
     if is_reserved(name) { format!("{name}_") } else { name.to_string() }
 }
 
-/// The scopes of a function: what its Rust names stand for, and which C++ names are visible.
+/// The scopes of a function: the meaning of its Rust names, and the C++ names that are visible.
 #[derive(Debug)]
 pub(crate) struct Scopes<T> {
     scopes: Vec<HashMap<String, T>>,

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Files of machine code.
 const EXTENSION: &str = "cubin";
 
-/// The compiler, loaded when it is first needed, and what it made before.
+/// The compiler, loaded when it is first needed, and the kernels that it has compiled before.
 #[derive(Debug)]
 pub(super) struct Kernels {
     disk: DiskCache,

@@ -7,7 +7,7 @@ use crate::scalar::ScalarType;
 use cudarc::driver::DriverError;
 use std::path::PathBuf;
 
-/// Why a device did not do what was asked.
+/// The reason why a device refused or failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {

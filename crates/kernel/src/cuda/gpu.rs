@@ -22,8 +22,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// A CUDA device, and the stream of its launches. A clone has the same device, stream and compiled kernels.
 ///
-/// Launches return before the kernel has run; [`Memory::to_vec`] and [`Gpu::synchronize`] wait, and report what went wrong
-/// meanwhile. An instance is compiled when it is first launched and kept in memory and on disk.
+/// Launches return before the kernel has run; [`Memory::to_vec`] and [`Gpu::synchronize`] wait, and report
+/// failures of earlier launches. An instance is compiled when it is first launched and kept in memory and on
+/// disk.
 #[derive(Debug, Clone)]
 pub struct Gpu {
     shared: Arc<Shared>,
@@ -274,7 +275,7 @@ impl Gpu {
         Ok(Timing::new(events.iter().map(seconds).collect::<Result<_, _>>()?))
     }
 
-    /// The address of what is given for a parameter.
+    /// The address of the argument of a parameter.
     ///
     /// # Errors
     /// [`Error::OtherDevice`], and [`Error::Span`] where it is not inside of the memory, or not a multiple of its elements' size.

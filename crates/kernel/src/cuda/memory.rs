@@ -119,7 +119,7 @@ impl Memory {
         Ok(bytes.chunks_exact(T::TYPE.bytes()).map(value).collect())
     }
 
-    /// Writes all elements, once all work of the device has ended; what is launched later sees them.
+    /// Writes all elements, once all work of the device has ended; later launches see them.
     ///
     /// # Errors
     /// [`Error::Element`], [`Error::Length`] or [`Error::Driver`], also of work that failed.

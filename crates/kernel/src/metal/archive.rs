@@ -33,7 +33,7 @@ impl Archives {
         self.disk.folder()
     }
 
-    /// The name of what is compiled from these texts.
+    /// The key of code that is compiled from these texts.
     pub(super) fn key<'a>(&'a self, texts: impl IntoIterator<Item = &'a str>) -> String {
         key(self.device.iter().map(String::as_str).chain(texts))
     }
@@ -50,7 +50,7 @@ impl Archives {
 
     /// The archive of a key, if it was kept and Metal takes it, and the file that it is read from.
     pub(super) fn open(&self, device: &MetalDevice, key: &str) -> Option<(Archive, TempPath)> {
-        // Metal reads files: the digest before the archive is checked, then what follows it becomes a file of its own.
+        // Metal reads files: the digest is checked, then the archive becomes a file of its own.
         let file = temporary()?;
         std::fs::write(&file, self.disk.read(key)?).ok()?;
         let descriptor = MTLBinaryArchiveDescriptor::new();
@@ -59,7 +59,8 @@ impl Archives {
         Some((archive, file))
     }
 
-    /// Compiles what a descriptor describes into a new archive, which the descriptor refers to then; `None` where archives are not kept.
+    /// Compiles the pipeline of a descriptor into a new archive, to which the descriptor then refers; `None`
+    /// where archives are not kept.
     pub(super) fn fill(
         &self,
         device: &MetalDevice,

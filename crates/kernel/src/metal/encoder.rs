@@ -33,13 +33,15 @@ impl From<DispatchType> for MTLDispatchType {
     }
 }
 
-/// An encoder of compute commands that another library wraps and orders: launches reach it by that library's functions, which know by them
-/// what each launch reads and writes, as they know it of the library's own commands.
+/// An encoder of compute commands that another library wraps and orders. Launches reach it by that library's
+/// functions, so that the library knows the memory that each launch reads and writes, as it knows the memory
+/// of its own commands.
 ///
 /// # Safety
 /// - Every call is passed on, unchanged and in order, to one encoder of the device.
-/// - A launch that uses a buffer that a command before it writes, or writes a buffer that one uses, starts when that has ended; commands of
-///   the encoders before and after it are ordered so too.
+/// - A launch that uses a buffer that an earlier command writes, or writes a buffer that an earlier command
+///   uses, starts when that command has ended; commands of the encoders before and after it are ordered so
+///   too.
 pub unsafe trait ForeignEncoder: fmt::Debug + Send {
     /// Sets the pipeline of the next launch.
     fn set_pipeline(&mut self, pipeline: &ProtocolObject<dyn MTLComputePipelineState>);
@@ -170,8 +172,8 @@ impl Recorder {
         encoder.popDebugGroup();
     }
 
-    /// Notes what a launch uses, and says whether a barrier lies before it: it uses what another since the last one writes, or writes what
-    /// that one uses.
+    /// Notes the memory that a launch uses. Returns true if a barrier lies before it: it uses memory that
+    /// another launch since the last barrier writes, or writes memory that one uses.
     fn follows(&mut self, dispatch: &Dispatch<'_>) -> bool {
         let uses: Vec<Use> = dispatch.bindings.iter().filter_map(Use::of).collect();
         let follows = self.used.iter().any(|before| uses.iter().any(|now| now.orders(before)));

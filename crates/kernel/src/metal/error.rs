@@ -6,7 +6,7 @@ use crate::scalar::ScalarType;
 use objc2_foundation::NSError;
 use std::path::PathBuf;
 
-/// Why a device did not do what was asked.
+/// The reason why a device refused or failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
@@ -96,8 +96,8 @@ pub enum Error {
     NotCommitted,
     /// A launch after the encoder of the caller's that it goes to has ended.
     Ended,
-    /// A command buffer does not keep what it uses alive (`commandBufferWithUnretainedReferences`): memory of sessions may be gone before it
-    /// has completed.
+    /// A command buffer does not keep its resources alive (`commandBufferWithUnretainedReferences`): memory
+    /// of sessions may be gone before it has completed.
     Unretained,
     /// An argument has more bytes than an encoder takes. Nothing was launched.
     Bytes {
@@ -126,7 +126,7 @@ pub enum Error {
     },
     /// A capture could not start.
     Capture {
-        /// Metal's description, or what is missing.
+        /// Metal's description, or the missing precondition.
         error: String,
     },
 }

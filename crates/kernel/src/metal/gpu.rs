@@ -305,7 +305,8 @@ impl Gpu {
         Ok(bytes.chunks_exact(T::TYPE.bytes()).map(value).collect())
     }
 
-    /// Commits what was launched, so that it starts. Launches in an encoder of the caller's are committed by the caller.
+    /// Commits the launches so far, so that they start. Launches in an encoder of the caller's are committed
+    /// by the caller.
     pub fn commit(&self) {
         if let Target::Queue(queue) = &self.target {
             queue.commit();
@@ -369,8 +370,8 @@ impl Gpu {
         }
     }
 
-    /// Captures what `work` launches on this queue to a `.gputrace` document that Xcode opens. The system allows it only in processes whose
-    /// environment has `METAL_CAPTURE_ENABLED=1`.
+    /// Captures the launches of `work` on this queue to a `.gputrace` document that Xcode opens. The system
+    /// allows it only in processes whose environment has `METAL_CAPTURE_ENABLED=1`.
     ///
     /// # Errors
     /// [`Error::Capture`] where the system does not allow it, or there is such a file; the errors of the work and of its command buffers.
@@ -427,7 +428,7 @@ impl Gpu {
         }
     }
 
-    /// The bytes of what is given for a parameter.
+    /// The bytes of the argument of a parameter.
     fn bytes(
         &self,
         kernel: &'static str,
@@ -495,7 +496,7 @@ impl Gpu {
     }
 }
 
-/// Stops a capture, also where what is captured panics.
+/// Stops a capture, also where the captured work panics.
 struct Stopping;
 
 impl Drop for Stopping {
@@ -505,7 +506,7 @@ impl Drop for Stopping {
     }
 }
 
-/// Ends the encoder of a device, also where what is encoded panics.
+/// Ends the encoder of a device, also where the encoding work panics.
 struct Ending<'a>(&'a Gpu);
 
 impl Drop for Ending<'_> {

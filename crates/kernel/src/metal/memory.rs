@@ -91,7 +91,8 @@ impl Memory {
         Self { is_borrowed: true, ..self }
     }
 
-    /// The buffer. Its owner may ask it for what never changes, such as its length; it is used by command buffers that may be in flight.
+    /// The buffer. Its owner may only ask for properties that never change, such as its length: command
+    /// buffers in flight may use it.
     #[must_use]
     pub fn buffer(&self) -> &Buffer {
         &self.buffer

@@ -23,13 +23,13 @@
 //! # }
 //! ```
 //!
-//! | type | what it is |
+//! | type | meaning |
 //! |---|---|
 //! | [`Gpu`] | a device, and where its launches are encoded: a queue, or an encoder of the caller's |
 //! | [`Memory`] | elements of an `MTLBuffer`, from a byte offset on |
 //! | [`HostPages`] | memory of the host that a device uses without a copy |
 //! | [`ForeignEncoder`] | an encoder that another library wraps |
-//! | [`Error`] | why a device did not do what was asked |
+//! | [`Error`] | the reason why a device refused or failed |
 //!
 //! Compiled pipelines are kept in the folder that [`CACHE_VARIABLE`] names, or in `flashtile` in the user's folder of caches.
 

@@ -184,7 +184,7 @@ impl Queue {
         self.state().failures
     }
 
-    /// Makes what is encoded from now on wait until an event has a value.
+    /// Makes all commands that are encoded from now on wait until an event has a value.
     pub(super) fn wait_for(&self, event: &SharedEvent, value: u64) -> Result<(), Error> {
         autoreleasepool(|_| {
             let mut state = self.state();

@@ -2,7 +2,7 @@
 
 use crate::prelude::*;
 
-/// Copies the first `n` bytes of `from`: what a host writes to memory that earlier launches may still use.
+/// Copies the first `n` bytes of `from`: a write of the host to memory that earlier launches may still use.
 #[kernel(
     threads = 256,
     requires(from.len() >= n as usize && to.len() >= n as usize, "from and to hold n bytes"),

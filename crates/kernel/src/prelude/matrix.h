@@ -175,7 +175,7 @@ FT_DEVICE ft_array<Right<T>, 4> load_rights_transposed(FT_THREAD_CONTEXT, FT_SHA
 
 typedef ft_array<ft_array<float, 2>, 2> ft_sums;
 
-// Through shuffles: what the matrix unit does not have.
+// Through shuffles: operations that the matrix unit lacks.
 template <typename T>
 FT_DEVICE ft_sums ft_multiply_add(const ft_array<Left<T>, 2>& a, const Right<T>& b, ft_sums c) {
     const uint lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
@@ -284,7 +284,8 @@ FT_DEVICE uint byte_signs(FT_THREAD_CONTEXT, const uint a, const uint b, const u
     return (ft_byte_permute(a, b, selector) >> 7 & 0x01010101u) * 0xffu;
 }
 
-// Elements are set one at a time: what thread_elements() refers to has two that are the lane's, and is of a type of Apple's own.
+// Elements are set one at a time: thread_elements() refers to the lane's two elements, by a type of Apple's
+// own.
 template <typename T>
 struct ft_matrix {
     static metal::simdgroup_matrix<T, 8, 8> of(const T x, const T y) {

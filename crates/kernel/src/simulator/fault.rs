@@ -1,4 +1,4 @@
-//! Faults: what a simulated kernel did wrong, and where.
+//! Faults: errors of a simulated kernel, and their places.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! The state of a launch, and what the intrinsics do to it.
+//! The state of a launch, and the operations of the intrinsics on it.
 #![allow(unsafe_code)]
 
 use super::panics;
@@ -581,7 +581,7 @@ pub(crate) fn store_matrices(name: &'static str, count: u64) {
     current().gather(name, [0; 2], Location::caller(), |report| report.matrix_stores += count);
 }
 
-/// Does what checks accesses to memory that are counted elsewhere; no thread waits in it.
+/// Calls `check`, whose accesses to memory are checked but counted elsewhere; no thread waits in it.
 #[track_caller]
 pub(crate) fn uncounted<R>(check: impl FnOnce() -> R) -> R {
     let machine = current();

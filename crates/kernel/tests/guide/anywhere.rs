@@ -84,7 +84,7 @@ pub(crate) fn everywhere<R: PartialEq + fmt::Debug>(expected: &R, f: impl Fn(&An
 }
 
 impl Anywhere {
-    /// Whether launches write anything.
+    /// Returns true if launches write anything.
     pub(crate) fn runs(&self) -> bool {
         #[cfg(feature = "cuda")]
         return !matches!(self, Self::Compiled(_));

@@ -24,7 +24,7 @@ fn lines(code: &str) -> Vec<&str> {
     code.lines().map(str::trim).filter(|line| !line.is_empty()).collect()
 }
 
-/// Whether every item of a block, or the statements that it is, are in the code as they are.
+/// Returns true if the code contains every item of a block, or its statements, line by line.
 fn has(code: &str, block: &str) -> bool {
     let code = lines(code);
     let mut items = vec![String::new()];
@@ -63,7 +63,7 @@ fn its_code_is_tested() {
         let found = match language {
             "rust" => sources.iter().any(|source| has(source, block)),
             "cpp" => printed.iter().any(|text| has(text, block)),
-            // What is said there is checked where it is made.
+            // Texts are checked where they are made.
             "text" => true,
             "sh" | "toml" => true,
             other => panic!("a block of {other:?}"),

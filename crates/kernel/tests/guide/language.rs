@@ -304,7 +304,7 @@ fn a_registry_is_a_list() {
     assert_eq!(names, ["ranges", "histogram", "copy"]);
 }
 
-/// What goes wrong, by number.
+/// Faults, by number.
 #[kernel(threads = 32)]
 pub fn faulty(x: &Buffer<f32>, out: &mut Buffer<f32>, which: u32) {
     let mut tile: Shared<f32> = shared(32);

@@ -78,7 +78,7 @@ macro_rules! plain {
     (@ [$($out:tt)*] $first:tt $($rest:tt)*) => { plain!(@ [$($out)* $first] $($rest)*); };
 }
 
-/// The same items twice.
+/// Items with the attributes of the language, and again as plain Rust.
 macro_rules! twins {
     ($($items:tt)*) => {
         pub mod marked {

@@ -25,7 +25,7 @@ pub fn row_sums<T: Element>(x: &Buffer<T>, out: &mut Buffer<f32>, n: u32) {
     }
 }
 
-/// The same without its barrier: a race.
+/// `row_sums` without its barrier: a race.
 #[kernel(
     threads = 128,
     requires(x.len() >= groups[0] as usize * n as usize, "x holds a row a group"),

@@ -1,4 +1,4 @@
-//! The same kernels on the simulator and on a CUDA device: values that are not rounded differently are the same bits.
+//! Agreement of the simulator and a CUDA device: values that are not rounded differently have equal bits.
 
 use crate::example::{Params, scale};
 use crate::hosts::{Host, compiler, gpu};
@@ -223,7 +223,7 @@ macro_rules! on {
     }};
 }
 
-/// Whether floats are equal, or both NaN, or within the error of the languages' functions.
+/// Returns true if floats are equal, or both NaN, or within the error of the languages' functions.
 fn near(a: f32, b: f32) -> bool {
     let steps = (a.to_bits() as i32).abs_diff(b.to_bits() as i32);
     let tiny = |x: f32| x.abs() < f32::MIN_POSITIVE;

@@ -89,7 +89,7 @@ pub fn other_calls(x: &mut Buffer<u32>) {
     x[thread_index()] = s;
 }
 
-/// The same, one function further in.
+/// `other_calls`, one function further in.
 #[kernel(threads = 32)]
 pub fn other_calls_within(x: &mut Buffer<u32>) {
     let s = if simd_lane() < 16 { sum_and_one(1) } else { sum_of_lanes(1) };

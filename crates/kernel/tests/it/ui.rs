@@ -1,6 +1,6 @@
-//! What the macros leave to rustc: operators refuse types, names must be items of the language. `tests/ui/*.rs` are compiled
-//! once each; their errors, with lines, are in the `.txt` beside them. With `FLASHTILE_BLESS=1` the tests write what
-//! they find.
+//! Checks that the macros leave to rustc: operators refuse types, names must be items of the language. Each
+//! of `tests/ui/*.rs` is compiled; its errors, with lines, are in the `.txt` beside it. With
+//! `FLASHTILE_BLESS=1` the tests write these files.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

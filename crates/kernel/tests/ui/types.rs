@@ -1,4 +1,4 @@
-//! What only rustc can see: types. Every function here is refused at the operand.
+//! Faults that only rustc can see: types. Every function here is refused at the operand.
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel_macros::{constant, device, kernel, params};
@@ -272,7 +272,7 @@ fn two_of_one_macro(out: &mut Buffer<f32>) {
     out[0] = by_two::scale(1.0) + by_three::scale(2.0);
 }
 
-/// What kernels use without naming it.
+/// Items that kernels use without naming them.
 pub mod hidden {
     use super::*;
 

@@ -50,7 +50,7 @@ pub(super) fn enumerate(objects: &[Retained<AnyObject>], state: &mut NSFastEnume
     }
     state.state = 1;
     state.itemsPtr = objects.as_ptr().cast_mut().cast();
-    // What must not change while objects are enumerated: nothing changes.
+    // The pointer must point to memory that does not change during the enumeration.
     state.mutationsPtr = (&raw mut state.extra).cast();
     objects.len()
 }

@@ -112,7 +112,7 @@ impl Number {
     }
 }
 
-/// What an NSString or an NSNumber says, None for other objects.
+/// The text of an NSString or an NSNumber, None for other objects.
 pub(crate) fn display(object: &AnyObject) -> Option<String> {
     if object.class() == Number::class() {
         return Some(number(object).text());

@@ -10,12 +10,12 @@ use objc2_foundation::{NSOperatingSystemVersion, NSString};
 
 use crate::object::object;
 
-/// What hosts ask of the operating system.
+/// The facts that hosts ask of the operating system.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct System {
     /// Major, minor and patch version.
     pub(crate) version: [isize; 3],
-    /// Whether compile options have a math mode.
+    /// True if compile options have a math mode.
     pub(crate) has_math_mode: bool,
 }
 

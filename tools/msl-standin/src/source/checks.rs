@@ -1,4 +1,4 @@
-//! What Metal refuses and clang, which reads the program as C++ for OpenCL, would accept.
+//! Programs that Metal refuses, and that clang, which reads them as C++ for OpenCL, would accept.
 
 use std::collections::HashSet;
 
@@ -101,7 +101,7 @@ struct Pointers<'r, 'a> {
 }
 
 impl Pointers<'_, '_> {
-    /// Whether a token names a type, rather than a value or a member.
+    /// Returns true if a token names a type, rather than a value or a member.
     fn is_type(&self, i: usize) -> bool {
         let is_type = |word| words::is_type(word) || self.declarations.is_type(i, word);
         !self.reader.is_member(i) && self.reader.word(i).is_some_and(is_type)
@@ -112,7 +112,7 @@ impl Pointers<'_, '_> {
         (1..i).rev().find(|&k| !self.reader.is_any(k, &["const", "volatile"])).unwrap_or(0)
     }
 
-    /// Whether `i` is the second mark of `float**` or `const*&`.
+    /// Returns true if `i` is the second mark of `float**` or `const*&`.
     fn is_bare_pointer_to_pointer(&self, i: usize) -> bool {
         let before = i - 1;
         before > 0
@@ -153,7 +153,8 @@ impl Pointers<'_, '_> {
         None
     }
 
-    /// Whether an address space stands between the target and the mark, or among the words of the type before it.
+    /// Returns true if an address space stands between the target and the mark, or among the words of the
+    /// type before it.
     fn has_address_space(&self, target: usize, mark: usize) -> bool {
         const BESIDE_TYPES: [&str; 11] = [
             "const",

@@ -179,7 +179,7 @@ fn is_defined(
     Ok(())
 }
 
-/// Whether the name at `i` is declared there, as a parameter or a local is: it follows a type.
+/// Returns true if the name at `i` is declared there, as a parameter or a local is: it follows a type.
 fn declares_local(reader: &Reader<'_>, i: usize) -> bool {
     let Some(before) = i.checked_sub(1) else { return false };
     let is_type =

@@ -1,4 +1,4 @@
-//! What a program declares outside of functions.
+//! Declarations of a program outside of functions.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -70,7 +70,7 @@ pub(super) struct Declarations {
 }
 
 impl Declarations {
-    /// Whether a word at token `i` is a type that the program declares.
+    /// Returns true if a word at token `i` is a type that the program declares.
     pub(super) fn is_type(&self, i: usize, word: &str) -> bool {
         self.types.contains(word)
             || self.type_parameters.get(word).is_some_and(|all| all.iter().any(|range| range.contains(&i)))

@@ -3,7 +3,7 @@
 use super::diagnostic::{Checked, Diagnostic};
 use super::words;
 
-/// Whether a program has to be preprocessed before it can be read.
+/// Returns true if a program has to be preprocessed before it can be read.
 pub(crate) fn needs_preprocessor(source: &str) -> bool {
     const DIRECTIVES: [&str; 7] = ["define", "if", "undef", "el", "end", "error", "warning"];
     source.lines().any(|line| {

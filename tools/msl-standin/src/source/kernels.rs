@@ -32,9 +32,9 @@ pub(crate) struct Parameter {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Kernel {
-    /// What the host calls it.
+    /// Its name for the host.
     pub(crate) name: String,
-    /// What C++ calls it, template arguments included.
+    /// Its name in C++, template arguments included.
     pub(crate) call: String,
     pub(crate) parameters: Vec<Parameter>,
     /// `[[max_total_threads_per_threadgroup(n)]]`.
@@ -195,7 +195,7 @@ fn parameters(reader: &Reader<'_>, function: &Function) -> Checked<Vec<Parameter
     Ok(parameters)
 }
 
-/// What the attributes of one parameter say about where its value comes from.
+/// The sources of a parameter's value that its attributes name.
 fn parameter(reader: &Reader<'_>, tokens: Range<usize>) -> Checked<Vec<Argument>> {
     // Attributes stand after the name: before the comma or the bracket.
     let attributes = reader.attributes_in(tokens.start + 1, tokens.end);
@@ -225,7 +225,8 @@ fn parameter(reader: &Reader<'_>, tokens: Range<usize>) -> Checked<Vec<Argument>
     Ok(found)
 }
 
-/// Whether two parameters would get the same value. Buffers of one index may be conditional on different constants.
+/// Returns true if two parameters would get one value. Buffers of one index may be conditional on different
+/// constants.
 fn is_same(one: &Argument, other: &Argument) -> bool {
     match (one, other) {
         (Argument::Buffer { index: a, condition: p }, Argument::Buffer { index: b, condition: q }) => {

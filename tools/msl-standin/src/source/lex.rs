@@ -80,7 +80,8 @@ fn token_end(bytes: &[u8], at: usize, line_start: bool) -> (TokenKind, usize) {
     }
 }
 
-/// Whether a byte may be in a word. All of UTF-8 beyond ASCII may, so that no token ends inside a character.
+/// Returns true if a byte may be in a word. All of UTF-8 beyond ASCII may, so that no token ends inside a
+/// character.
 fn in_word(c: u8) -> bool {
     c.is_ascii_alphanumeric() || c == b'_' || c >= 0x80
 }

@@ -1,5 +1,5 @@
-//! What is known of a program before clang sees it: its kernels, its function constants, and what Metal would refuse and
-//! clang accept.
+//! A program before clang sees it: its kernels, its function constants, and faults that Metal would refuse
+//! and clang accept.
 //!
 //! ```text
 //! source -> includes -> lex -> reader -> checks of tokens -> attributes -> declarations -> checks -> rewrites -> kernels
@@ -30,7 +30,7 @@ use reader::Reader;
 /// A program that clang can compile.
 #[derive(Debug, Default)]
 pub(crate) struct Program {
-    /// What clang compiles.
+    /// The source for clang.
     pub(crate) source: String,
     pub(crate) kernels: Vec<Kernel>,
     pub(crate) constants: Vec<DeclaredConstant>,

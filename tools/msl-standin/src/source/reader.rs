@@ -55,7 +55,7 @@ impl<'a> Reader<'a> {
         Self { source, tokens: tokens(source), lines, attributes: BTreeMap::new() }
     }
 
-    /// The same program with fewer tokens, and the attributes that stood among them.
+    /// Replaces the tokens by fewer ones, and sets the attributes that stood among them.
     pub(super) fn with_attributes(
         self,
         tokens: Vec<Token<'a>>,
@@ -94,17 +94,17 @@ impl<'a> Reader<'a> {
         self.tokens.get(i).filter(|token| token.kind == TokenKind::Word).map(|token| token.text)
     }
 
-    /// Whether token `i` names a member of an object.
+    /// Returns true if token `i` names a member of an object.
     pub(super) fn is_member(&self, i: usize) -> bool {
         i > 0 && self.is_any(i - 1, &[".", "->"])
     }
 
-    /// Whether one of the tokens has this text.
+    /// Returns true if one of the tokens has this text.
     pub(super) fn contains(&self, mut range: Range<usize>, text: &str) -> bool {
         range.any(|i| self.is(i, text))
     }
 
-    /// Whether token `i` is between the parentheses that follow `name`.
+    /// Returns true if token `i` is between the parentheses that follow `name`.
     pub(super) fn is_argument_of(&self, i: usize, name: &str) -> bool {
         let mut open = 0usize;
         for n in (1..i).rev() {

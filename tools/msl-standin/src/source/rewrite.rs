@@ -72,7 +72,7 @@ pub(super) fn constant_members(
     Ok(())
 }
 
-/// Whether the address space at `i` stands behind the parameters of a member function.
+/// Returns true if the address space at `i` stands behind the parameters of a member function.
 fn qualifies_function(reader: &Reader<'_>, i: usize) -> bool {
     let before = if reader.is(i - 1, "const") { i - 2 } else { i - 1 };
     let after = if reader.is(i + 1, "const") { i + 2 } else { i + 1 };

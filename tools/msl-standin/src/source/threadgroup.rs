@@ -97,7 +97,7 @@ fn references(reader: &Reader<'_>, declaration: &Declaration, count: &mut usize)
         } else {
             (format!("threadgroup {element}(*){dims}"), format!("threadgroup {element} (&{name}){dims}"))
         };
-        // What the kernel needs is known without a run: a record holds it, and the place of the code that it belongs to.
+        // A record holds the size of the variable, known without a run, and its place in the code.
         out.push_str(&format!(
             "__asm__ volatile(MSL_STATIC : : \"i\"({count}), \"i\"(sizeof({element}{dims})), \"i\"({alignment})); \
              {reference} = *({pointer})msl_host_threadgroup({count}, sizeof({element}{dims}), {alignment}); "

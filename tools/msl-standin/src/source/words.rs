@@ -127,12 +127,12 @@ pub(super) fn is_scalar(word: &str) -> bool {
     SCALARS.contains(&word)
 }
 
-/// Whether a word names a vector type, such as `float4`.
+/// Returns true if a word names a vector type, such as `float4`.
 pub(super) fn is_vector(word: &str) -> bool {
     word.strip_suffix(['2', '3', '4']).is_some_and(|element| VECTOR_ELEMENTS.contains(&element))
 }
 
-/// Whether a word names a type of the language or its library.
+/// Returns true if a word names a type of the language or its library.
 pub(super) fn is_type(word: &str) -> bool {
     is_scalar(word)
         || LIBRARY_TYPES.contains(&word)

@@ -246,7 +246,7 @@ fn dispatches_conflict_where_one_writes() {
     assert_eq!(conflict(&copy(c.at(0, 0), b.at(0, 4), 8)), Some((2, 32..36)));
     assert_eq!(first.conflicts(&first), Some((2, 32..64)));
     assert_eq!(conflict(&Accesses::default()), None);
-    // What is read and what is written of one allocation are adjacent.
+    // The read bytes and the written bytes of one allocation are adjacent.
     let both = copy(b.at(0, 32), b.at(0, 48), 4);
     assert_eq!(conflict(&both), Some((2, 32..64)));
     // Bytes between two ranges belong to neither.

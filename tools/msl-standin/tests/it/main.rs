@@ -1,4 +1,4 @@
-//! What the stand-in accepts, with answers, and what it refuses, with reasons.
+//! Programs that the stand-in accepts, with answers, and programs that it refuses, with reasons.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 

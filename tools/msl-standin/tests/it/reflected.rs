@@ -1,4 +1,4 @@
-//! What the host can ask about a program.
+//! Questions of the host about a program.
 
 use flashtile_msl_standin::{
     AddressSpace, ArgumentInfo, Compiler, ConstantInfo, FunctionConstant, Kernel, Library, Value,

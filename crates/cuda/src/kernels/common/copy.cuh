@@ -26,11 +26,12 @@ DEVICE void prefetch_l1(const void* at) { asm volatile("prefetch.global.L1 [%0];
 
 // ---- barriers
 
-// Orders this thread's accesses, and those that it has synchronized with, before what follows, for the whole device.
+// Orders this thread's accesses, and those that it has synchronized with, before later accesses, for the
+// whole device.
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Adds to a counter in device memory, and returns what it was. Threads that find the sum see what this thread and those that it has
-// synchronized with have written before.
+// Adds to a counter in device memory, and returns its value before. Threads that read the sum see earlier
+// writes of this thread and of the threads that it has synchronized with.
 DEVICE u32 atomic_add_acq_rel(u32* at, u32 x) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(x) : "memory");

@@ -67,7 +67,7 @@ template <int N>
 DEVICE bool is_last_split(const ForwardParams& p, u32 counter, u32 splits, const MergeTeam& team) {
     named_barrier_sync<N>(team.barrier);
     if (threadIdx.x % N == 0) {
-        // Publishes the stores of the team's other threads before the barrier.
+        // The first fence also publishes stores of the team's other threads before the barrier.
         u32* at = (u32*)p.counters + counter;
         fence_device();
         bool last = atomicAdd(at, 1) + 1 == splits;

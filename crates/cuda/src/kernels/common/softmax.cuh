@@ -3,8 +3,8 @@
 // In lane 4 g + t, element [m][half] of row_max and row_sum is for row 16 m + 8 half + g. Fragments of scores and of the output are
 // accumulators of `mma.cuh`.
 
-// row_max may grow by this power of 2 before what was accumulated is scaled: probabilities are at most 2^8, which every dtype holds, and
-// most tiles scale nothing. MAX_PROB is 2 to that power.
+// row_max may grow by this power of 2 before row_sum and the output are scaled: probabilities are at most
+// 2^8, which every dtype holds, and most tiles scale nothing. MAX_PROB is 2 to that power.
 constexpr float RESCALE_THRESHOLD = 8.f, MAX_PROB = 256.f;
 // True if the output is scaled before probabilities are computed, which takes fewer registers. Otherwise it
 // is scaled after, which leaves one sequence of instructions without a branch.

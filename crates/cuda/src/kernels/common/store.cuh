@@ -58,8 +58,9 @@ DEVICE bool has_vector_columns(const ForwardParams& p, const WorkTile& work_tile
     return VECTOR_ROWS && (columns >= VALUE_DIM || columns % 4 == 0);
 }
 
-// Lanes that have two columns of each of two fragments exchange them and have four of one: lanes of even t of the first fragment, the others of the
-// second. `quad_column` is the first of the four; `exchange` takes what a lane has of both fragments, and returns what its neighbour gives up.
+// Lanes that have two columns of each of two fragments exchange them, and then have four columns of one:
+// lanes of even t of the first fragment, lanes of odd t of the second. `quad_column` is the first of the
+// four; `exchange` takes a lane's columns of both fragments, and returns the columns of its neighbour.
 DEVICE u32 quad_column(u32 t) { return t % 2 * 8 + t / 2 * 4; }
 
 template <typename T>

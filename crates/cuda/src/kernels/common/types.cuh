@@ -1,4 +1,5 @@
-// Types, constants and conversions of all kernels. NVRTC is given no headers: what a kernel uses is declared in these files.
+// Types, constants and conversions of all kernels. NVRTC is given no headers: these files declare all names
+// that kernels use.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -100,7 +100,7 @@ DEVICE bool accumulate(KvProducer& kv, OnlineSoftmax& acc, const Row* rows, u32 
         if (block >= kv.end) break;
         Scores scores;
         qk_gemm(scores, warp_q, q_rows, k_rows + stage * KTile::BYTES);
-        // Copies replace what this step has read.
+        // Copies overwrite the stage that this step has read.
         __syncwarp();
         kv.fetch(last_stage, stage);
         bool masked = is_masked(p, kv.work_tile, block);

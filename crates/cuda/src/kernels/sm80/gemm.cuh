@@ -138,11 +138,11 @@ DEVICE void pv_gemm(OnlineSoftmax& acc, const Probs& probs, u32 v) {
 }
 
 // ---- values that are not finite
+//
 // A product hands an infinity or a NaN of a value to every row. In tiles that may have such values, the
 // products are of the finite values alone, and infinities and NaN are added to the rows that see their keys.
 // This is rare: it uses local memory and loops that are not unrolled, rather than registers that the mainloop
 // needs.
-// registers that the rest needs.
 
 // The accumulators of a warp in local memory.
 typedef float LocalOut[MMA_M * PV_MMA_N * 4];

@@ -294,7 +294,7 @@ DEVICE void compute_stream(const Warp& warp, KvProducer& kv) {
         if (mma.first) cp_async_wait_all();
         else cp_async_wait<STAGES - 2>();
         warp.begin_turn();
-        // Copies replace what the step before has read.
+        // Copies overwrite the stage that the step before has read.
         u32 last_stage = previous_stage(stage), v_stage = previous_stage(last_stage);
         if (!HAS_TEAMS) kv.fetch(v_stage, last_stage);
         if (mma.has_probs) mma.multiply_values(acc, probs, warp.v + last_stage * VTile::BYTES);

@@ -1,9 +1,11 @@
-// A block of threads of the prefill kernels for compute capability 9.0: what copies, what teams have in common, how a work tile ends.
+// A block of threads of the prefill kernels for compute capability 9.0: the producer warpgroup, the shared
+// part of the consumer warpgroups (teams), and the epilogue of a work tile.
 //
-// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup copies through rings: some warps copy descriptions of
-// work tiles, tiles of keys and, by TMA, rows of q; others find which keys each row sees and copy tiles of values. Without TMA for q, each team
-// copies its own rows. The other warpgroups, teams, multiply: prefill.cu and prefill_f32.cu have teams with rows of their own, prefill_wide.cu
-// teams that share rows.
+// A block computes a list of work tiles, or takes them from a queue. Its last warpgroup, the producer, copies
+// through rings: some warps copy descriptions of work tiles, tiles of keys and, by TMA, rows of q; others
+// find the keys that each row sees and copy tiles of values. Without TMA for q, each team copies its own
+// rows. The other warpgroups, the consumers or teams, multiply: prefill.cu and prefill_f32.cu have teams with
+// rows of their own, prefill_wide.cu teams that share rows.
 //
 // Constants in addition to tile.cuh's, where WARPS_Q is four for each team with rows of its own, and MMA_M is 1:
 //
@@ -27,9 +29,10 @@ constexpr bool OVERLAPS = TEAMS < 3 || (TEAMS == 3 && HEAD_DIM <= 64 && VALUE_DI
 // Stages of keys that are used. Where products overlap, a step lets its keys go only after its probabilities, because a vote may want the scores
 // again: one more stage gives their copies a step more of time.
 constexpr int K_STAGES = OVERLAPS ? STAGES + EXTRA_K_STAGES : STAGES;
-// Registers of a thread that copies, and of one that multiplies, in multiples of 8. Their sum must not exceed what the block is launched with, or
-// setmaxnreg waits forever. A copying thread needs more registers to look up pages, to find tiles that a mask skips or what biases need of a
-// row, and to split f32.
+// Registers of a thread of the producer, and of a consumer, in multiples of 8. Their sum must not exceed the
+// registers with which the block is launched, or setmaxnreg waits forever. A producer thread needs more
+// registers to look up pages, to find tiles that a mask skips, to read the terms of a row's biases, and to
+// split f32.
 constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
 constexpr bool COPIES_BY_TMA = TMA && !Scoring::HAS_BIAS, COPIES_LITTLE = COPIES_BY_TMA && !PAGED;
@@ -252,7 +255,8 @@ DEVICE u32 next_entry(const PrefillParams& params, PrefillMemory& memory, const 
     return entry;
 }
 
-// Copies descriptions, rows of q and keys of this block's work tiles, or, if VALUES, finds what their rows see and copies their values.
+// Copies descriptions, rows of q and keys of this block's work tiles, or, if VALUES, finds the keys that
+// their rows see and copies their values.
 template <typename T, bool VALUES>
 DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;

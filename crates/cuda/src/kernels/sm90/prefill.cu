@@ -31,7 +31,7 @@ DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& sc
     const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
     update_row_max(acc, scores, scale, threshold, rescale);
     exponentiate(acc, scores, scale, sums);
-    // The compiler would move what it can past the wait for the products that run meanwhile.
+    // Else the compiler would move this arithmetic past the wait for the products, which run meanwhile.
     pin_registers((float(&)[BLOCK_N / 2])scores);
 }
 
@@ -54,7 +54,7 @@ DEVICE void pass_tile(const Team& team, const KeyStage& k_at, const RingStage<ST
     team.arrive(barriers.v_empty + v_at.stage());
 }
 
-// A team whose products overlap: its place in the rings, and what it has in registers.
+// The state of a team whose products overlap: its place in the rings, and its registers.
 struct OverlappedStream {
     // Two teams compute every tile, so that no branch decides whether they start products: the compiler waits at its end for products of a branch.
     static constexpr bool COMPUTES_ALL = TEAMS < 3;

@@ -8,7 +8,7 @@
 
 static_assert(DTYPE == F32 && TERMS == 3 && VALUE_TEAMS == 1);
 
-// A team's state: its place in the rings, and what it has in registers.
+// A team's state: its place in the rings, and its registers.
 struct F32Stream {
     static constexpr bool STARTS_EARLY = false, ENDS_EARLY = false;
 

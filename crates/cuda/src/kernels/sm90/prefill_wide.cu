@@ -9,7 +9,7 @@ static_assert(TEAMS == 2 && VALUE_TEAMS == 2 && BLOCK_M == TEAM_ROWS && BLOCK_N 
 // The barrier of both teams. It is `wait_q`'s too.
 constexpr int ROWS_BARRIER = TURN_BARRIER;
 
-// A team's state: its place in the rings, and what it has in registers.
+// A team's state: its place in the rings, and its registers.
 struct WideStream {
     static constexpr bool STARTS_EARLY = false, ENDS_EARLY = false;
 

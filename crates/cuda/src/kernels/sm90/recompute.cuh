@@ -1,8 +1,10 @@
-// Recomputes the elements of a warp's output that are not finite, since they may be wrong: a product passes a value's infinity or NaN to every
-// row, even rows that do not see its key, and sums of bf16 and f32 values may overflow where their means do not.
+// Recomputes the elements of a warp's output that are not finite, since they may be wrong: a product passes a
+// value's infinity or NaN to every row, even to rows that do not see its key, and sums of bf16 and f32 values
+// may overflow where their means do not.
 //
-// This is rare. The warp multiplies by mma.sync what it loads from device memory, a step of keys at a time (16 keys; of f32 8, permuted
-// as lanes hold them), and adds infinities and NaN of values only to rows that see them. row_max and row_sum are right already.
+// This is rare. The warp loads operands from device memory and multiplies them by mma.sync, a step of keys at
+// a time (16 keys; of f32 8, permuted as lanes hold them), and adds infinities and NaN of values only to rows
+// that see them. row_max and row_sum are right already.
 
 // Elements of a word of an operand of mma.sync; a step has 8 times as many keys and columns.
 constexpr int WORD_ELEMENTS = DTYPE == F32 ? 1 : 2, STEP_KEYS = 8 * WORD_ELEMENTS, STEP_COLUMNS = 8 * WORD_ELEMENTS;

@@ -1,4 +1,4 @@
-//! The `mma.sync` kernels: how one is chosen, and what it takes.
+//! The `mma.sync` kernels: the choice of one, and its requirements.
 
 use super::tile::{Sm80Tile, candidates};
 use crate::plan::facts::CudaFacts;

@@ -46,7 +46,7 @@ impl Sm80Tile {
         Self { resident, ..self }
     }
 
-    /// Keeps fragments of q in registers if true, and in shared memory otherwise.
+    /// Sets where fragments of q stay: in registers if true, otherwise in shared memory.
     #[must_use]
     pub const fn with_q_in_registers(self, q_in_registers: bool) -> Self {
         Self { q_in_registers, ..self }

@@ -1,4 +1,4 @@
-//! The `wgmma` kernels: what they compute, how one is chosen, and what it takes.
+//! The `wgmma` kernels: the problems that they compute, the choice of one, and its requirements.
 
 use super::tile::{
     MAX_DIM, MAX_F32_VALUE_DIM, MAX_NARROW_DIM, Sm90Tile, WARPGROUP_ROWS, Workload, candidates,
@@ -22,7 +22,8 @@ const F32_TERMS: usize = 3;
 /// The most warpgroups that multiply f32: their threads have more registers than three have room for.
 const MAX_F32_WARPGROUPS: usize = 2;
 
-/// Bytes of what warpgroups that share rows have in common: probabilities of 64 rows and keys, and two f32 of each thread.
+/// Bytes that warpgroups with common rows share: probabilities of 64 rows and keys, and two f32 of each
+/// thread.
 const SHARED_ROWS_BYTES: usize = WARPGROUP_ROWS * PANEL_ROW_BYTES + 2 * 128 * 8;
 
 /// Bytes of a barrier in shared memory (`mbarrier`).
@@ -39,9 +40,10 @@ const FLAG_BYTES: usize = 24;
 
 /// A kernel for compute capability 9.0: one source, specialised by these constants.
 ///
-/// Its name is `cuda-prefill-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. Dimensions are
-/// those that it is compiled for, multiples of 32: zeros in shared memory fill what a problem has less. The variant is
-/// `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are modified.
+/// Its name is `cuda-prefill-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs.
+/// Dimensions are the compiled ones, multiples of 32: zeros in shared memory fill the rest where the problem
+/// has less. The variant is `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or
+/// `-mask` where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Kernel {
     pub(crate) dtype: Dtype,

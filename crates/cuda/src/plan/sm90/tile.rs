@@ -42,7 +42,7 @@ impl Sm90Tile {
         Self { warpgroups: 2, keys: 64, stages, ping_pong: false, shares_rows: true }
     }
 
-    /// Lets warpgroups multiply one after another if true, and at any time otherwise.
+    /// Sets whether warpgroups take turns: they multiply one after another if true, otherwise at any time.
     #[must_use]
     pub const fn with_ping_pong(self, ping_pong: bool) -> Self {
         Self { ping_pong, ..self }

@@ -58,7 +58,8 @@ pub const fn block_align(product: ScalarType, format: u32, dim: usize, aligned: 
     }
 }
 
-/// Blocks of keys that are multiplied: with a second one of what f16 leaves of the codebooks of mlx-native.
+/// Blocks of keys that are multiplied: codebooks of mlx-native are f32, so a second block holds their
+/// rounding residuals in f16.
 pub const fn key_blocks(format: u32) -> usize {
     if is_mlx(format) { 2 } else { 1 }
 }

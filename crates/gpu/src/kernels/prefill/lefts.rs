@@ -8,7 +8,7 @@ use crate::kernels::formats::is_codes;
 use crate::kernels::query::{QueryMemory, RowTile, head_of, prepare_query};
 use flashtile_kernel::prelude::*;
 
-/// Queries of a SIMD group, and what makes scores of their products.
+/// Queries of a SIMD group, and the terms that make scores of their products.
 #[device]
 pub struct Queries<K: Element, const N: usize, const M: usize> {
     /// The queries, rounded to `K`.

@@ -76,7 +76,7 @@ use flashtile_kernel::prelude::*;
 /// | `Q` | type of q |
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
-/// | `M`, `U`, `S` | sixteens of query rows of a team, sixteens of keys of a block, SIMD groups |
+/// | `M`, `U`, `S` | tiles of 16 query rows of a team, tiles of 16 keys of a block, SIMD groups |
 /// | `W` | SIMD groups of a team, which divide the columns of its rows |
 /// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
 /// | `R` | threadgroups that a core is to hold at a time |
@@ -88,14 +88,14 @@ use flashtile_kernel::prelude::*;
 /// |---|---|
 /// | `K`, `V` | types of the products with keys and values |
 /// | `KC`, `VC` | columns of a block of keys, of values |
-/// | `KN`, `VN` | eights of columns of a SIMD group |
+/// | `KN`, `VN` | tiles of 8 columns of a SIMD group |
 /// | `KL`, `VL` | words of a row, or of a chunk, that a thread loads at a time |
-/// | `KR`, `VR` | how often it does for a block |
+/// | `KR`, `VR` | loads of a thread for a block |
 /// | `KP`, `VP` | words of the decoded pairs of a row that eight lanes share |
 /// | `KO`, `VO` | Hadamard orders of the rotations; 0 where rows are not rotated |
 /// | `KB` | blocks of keys in threadgroup memory |
 /// | `KS` | scales of a block of keys |
-/// | `F` | eights of keys of a block |
+/// | `F` | tiles of 8 keys of a block |
 /// | `VM` | elements of the values' own memory |
 /// | `LEN` | f32 of a row that is prepared, or rotated back, and of its factor and bias |
 /// | `SR` | rows that a team prepares, or rotates back, at a time |

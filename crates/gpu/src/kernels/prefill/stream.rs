@@ -52,7 +52,7 @@ pub fn no_block<const L: usize, const R: usize>() -> NextBlock<L, R> {
     none
 }
 
-/// Stores the keys of a block; of mlx-native, what f16 leaves of them in a second one.
+/// Stores the keys of a block; keys of mlx-native have a second block for their rounding residuals in f16.
 #[device]
 #[inline(always)]
 pub fn store_keys<

@@ -259,7 +259,7 @@ fn tail(block: &syn::Block) -> Option<&syn::Expr> {
     }
 }
 
-/// Why an expression is refused, and what to write instead.
+/// The reason why an expression is refused, and its replacement.
 fn why_refused(expr: &syn::Expr) -> &'static str {
     match expr {
         syn::Expr::If(_) | syn::Expr::Block(_) => {

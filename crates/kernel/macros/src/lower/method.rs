@@ -37,7 +37,7 @@ impl Lower<'_> {
             };
             return self.memory_method(call, method, receiver, stands);
         }
-        // A field: of what a struct holds, only buffers have these methods.
+        // The receiver is a field of a struct, where only buffers have these methods.
         let loads = intrinsics::memory_method(&name).filter(|method| !method.writes);
         if let (Some(method), None) = (loads, &receiver.ty) {
             return self.memory_method(call, method, receiver, stands);

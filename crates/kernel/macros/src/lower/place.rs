@@ -27,7 +27,7 @@ impl Lower<'_> {
         match op {
             None => {
                 if needs_statements(right) {
-                    // The blocks may read what they assign to, and the place is evaluated after them.
+                    // The blocks may read the place, which is evaluated after them.
                     if matches!(place.kind, Kind::Name { .. })
                         && !matches!(strip(right), syn::Expr::Struct(_))
                     {
