@@ -1,12 +1,13 @@
 //! Answers that a file holds beside its inputs, compared with the computed one.
 
-use crate::buffer::{Buffer, Bytes, load};
+use crate::buffer::{Buffer, Bytes};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use crate::operands::{Operands, Order, float_dtype};
 use crate::report;
 use flashtile::Dtype;
 use flashtile::quality::{Answer, Report, score_errors};
+use flashtile_bench::elements::{extend_f32, to_f32};
 use safetensors::tensor::Dtype as StoredDtype;
 use serde_json::{Value, json};
 
@@ -98,7 +99,7 @@ const fn less_precise(a: Dtype, b: Dtype) -> Dtype {
 }
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()
+    to_f32(Dtype::F32, bytes)
 }
 
 /// Elements in the order `[batch, heads, rows, dim]`.
@@ -110,7 +111,7 @@ fn logical(bytes: &[u8], dtype: Dtype, order: Order, shape: [usize; 4]) -> Vec<f
         for h in 0..heads {
             for i in 0..rows {
                 let first = b * sb + h * sh + i * ss;
-                elements.extend((first..first + dim).map(|index| load(bytes, dtype, index)));
+                extend_f32(&mut elements, dtype, &bytes[first * dtype.bytes()..][..dim * dtype.bytes()]);
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Bytes of tensors: borrowed from a mapped file, or owned if they were copied, converted or computed.
 
 use crate::failure::{Failure, Result};
-use bytemuck::Pod;
-use flashtile::{Dtype, Element};
+use flashtile::Dtype;
+use flashtile_bench::elements;
 use half::{bf16, f16};
 use memmap2::MmapMut;
 use rayon::prelude::*;
@@ -127,28 +127,8 @@ impl<'a> Bytes<'a> {
 /// Converts elements of `from` to the nearest elements of `to`.
 pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
     let mut buffer = Buffer::elements(to, bytes.len() / from.bytes())?;
-    let into = buffer.bytes_mut();
-    match from {
-        Dtype::F32 => convert_from::<f32>(bytes, to, into),
-        Dtype::F16 => convert_from::<f16>(bytes, to, into),
-        Dtype::BF16 => convert_from::<bf16>(bytes, to, into),
-    }
+    elements::convert(from, bytes, to, buffer.bytes_mut());
     Ok(buffer)
-}
-
-fn convert_from<S: Element + Pod>(bytes: &[u8], to: Dtype, into: &mut [u8]) {
-    match to {
-        Dtype::F32 => convert_elements::<S, f32>(bytes, into),
-        Dtype::F16 => convert_elements::<S, f16>(bytes, into),
-        Dtype::BF16 => convert_elements::<S, bf16>(bytes, into),
-    }
-}
-
-fn convert_elements<S: Element + Pod, T: Element + Pod>(bytes: &[u8], into: &mut [u8]) {
-    let elements = bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned::<S>);
-    for (x, slot) in elements.zip(into.chunks_exact_mut(size_of::<T>())) {
-        slot.copy_from_slice(bytemuck::bytes_of(&T::from_f32(x.to_f32())));
-    }
 }
 
 /// Stores the element nearest to `x`, rounded once.
@@ -165,8 +145,8 @@ pub(crate) fn load(bytes: &[u8], dtype: Dtype, index: usize) -> f32 {
     let at = &bytes[index * dtype.bytes()..][..dtype.bytes()];
     match dtype {
         Dtype::F32 => bytemuck::pod_read_unaligned(at),
-        Dtype::F16 => bytemuck::pod_read_unaligned::<f16>(at).to_f32(),
-        Dtype::BF16 => bytemuck::pod_read_unaligned::<bf16>(at).to_f32(),
+        Dtype::F16 => f16::from_bits(bytemuck::pod_read_unaligned(at)).to_f32(),
+        Dtype::BF16 => bf16::from_bits(bytemuck::pod_read_unaligned(at)).to_f32(),
     }
 }
 

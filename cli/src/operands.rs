@@ -10,6 +10,7 @@ use flashtile::{
     Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, RunError, Sequence,
     Sequences, TensorView,
 };
+use flashtile_bench::elements::to_f32;
 use safetensors::tensor::Dtype as StoredDtype;
 
 /// Names of tensors that are read.
@@ -443,7 +444,7 @@ fn list<'a>(archive: &Archive<'a>, name: &str, expected: &[StoredDtype]) -> Resu
 
 fn floats(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<f32>>> {
     let Some(stored) = list(archive, name, &[StoredDtype::F32])? else { return Ok(None) };
-    Ok(Some(stored.bytes.get().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
+    Ok(Some(to_f32(Dtype::F32, stored.bytes.get())))
 }
 
 /// A list of lengths.

@@ -3,8 +3,7 @@
 use super::device::Device;
 use super::options::CacheKind;
 use super::rows::{Kind, Row};
-use super::seeded::Rng;
-use crate::buffer::{Buffer, load, store};
+use crate::buffer::{Buffer, load};
 use crate::failure::{Failure, Result};
 use crate::gpu::Tuning;
 use crate::machine::{self, Unit, Work};
@@ -20,6 +19,7 @@ use flashtile::{
     BlockTables, Codec, Cpu, CpuPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
     ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
 };
+use flashtile_bench::seeded::{Rng, fill_normal};
 use rayon::prelude::*;
 use std::time::Instant;
 
@@ -224,9 +224,7 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     const CHUNK: usize = 1 << 16;
     buffer.bytes_mut().par_chunks_mut(CHUNK).enumerate().for_each(|(index, chunk)| {
         let mut rng = Rng::new(seed << 32 | index as u64);
-        for slot in chunk.chunks_exact_mut(dtype.bytes()) {
-            store(f64::from(rng.normal()), dtype, slot);
-        }
+        fill_normal(&mut rng, dtype, chunk);
     });
 }
 

@@ -10,7 +10,6 @@ mod peers;
 mod plot;
 mod recorded;
 mod rows;
-mod seeded;
 
 use crate::failure::{Failure, Result};
 use crate::machine::Unit;

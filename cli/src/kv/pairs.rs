@@ -1,7 +1,6 @@
 //! Keys, values and queries of a file, found by name.
 
 use super::options::KvArgs;
-use crate::buffer::load;
 use crate::failure::{Failure, Result};
 use crate::input::Archive;
 use crate::names;
@@ -9,6 +8,7 @@ use crate::operands::{Order, Tensor, lengths, meant, tensor};
 use crate::options::Layout;
 use crate::report;
 use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
+use flashtile_bench::elements::extend_f32;
 use std::collections::BTreeSet;
 
 /// Answers in the files of `flashtile run`, which are not inputs.
@@ -202,7 +202,8 @@ impl<'a> Pair<'a> {
         let mut x = Vec::with_capacity(rows.len() * dim);
         for at in rows {
             let first = sequence.batch * batch + head * heads + at * row;
-            x.extend((first..first + dim).map(|index| load(of.bytes.get(), of.dtype, index)));
+            let size = of.dtype.bytes();
+            extend_f32(&mut x, of.dtype, &of.bytes.get()[first * size..][..dim * size]);
         }
         x
     }

@@ -23,8 +23,10 @@
 mod attention;
 mod data;
 mod device;
+pub mod elements;
 mod plain;
 mod rows;
+pub mod seeded;
 
 use data::{Find, Want};
 use device::Watched;

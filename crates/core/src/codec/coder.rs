@@ -6,7 +6,7 @@ use super::mlx::{self, Mlx};
 use super::numeric::greatest;
 use super::ops::Ops;
 use super::quantizer::{Quantizer, ScaleRule};
-use super::rotation::Rotation;
+use super::rotation::{Rotate, Rotation};
 use super::row_layout::{self, FP8_SCALE_UNIT, RowLayout, SCALE_UNIT};
 use super::tq::codebook::Codebook;
 use crate::isa::FloatEnv;
@@ -18,6 +18,22 @@ use std::ops::Range;
 pub(super) type Destination<'a> = (&'a mut [u8], usize, usize);
 /// Rows to read: the page of one head, its number of tokens, and the rows.
 pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
+
+/// Large steps of a row, compiled once for an instruction set and called where they are used. Sets for which they have the same code share
+/// them.
+pub(super) trait RowSteps: Ops + Rotate {
+    /// [`Mlx::encode`].
+    fn encode_mlx(mlx: &Mlx, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]);
+
+    /// [`encode_fp8`].
+    fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16;
+
+    /// [`RowLayout::write`].
+    fn write(format: &RowLayout, codes: &[u8], scale: f16, to: Destination<'_>);
+
+    /// [`RowLayout::read`].
+    fn read(format: &RowLayout, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16;
+}
 
 /// A quantizing codec for rows of one dimension.
 #[derive(Debug, Clone)]
@@ -92,30 +108,26 @@ impl Coder {
     /// Stores a vector as a row of a page. Its elements are finite and its norm is at most
     /// [`MAX_NORM`](super::error::MAX_NORM). The contents of `x` are unspecified afterwards.
     #[inline(always)]
-    pub(super) fn encode<O: Ops>(
-        &self,
-        x: &mut [f32],
-        rule: ScaleRule,
-        (page, tokens, row): Destination<'_>,
-    ) {
+    pub(super) fn encode<O: RowSteps>(&self, x: &mut [f32], rule: ScaleRule, to: Destination<'_>) {
         let mut codes = [0u8; MAX_HEAD_DIM];
         let codes = &mut codes[..self.dim];
         let scale = match &self.scheme {
-            Scheme::Fp8 => encode_fp8(x, codes),
+            Scheme::Fp8 => O::encode_fp8(x, codes),
             Scheme::Integers(quantizer) => quantizer.encode::<O>(x, rule, codes),
             Scheme::Mlx(mlx) => {
+                let (page, tokens, row) = to;
                 let [codes, norms] = self.format.row(tokens, row);
                 let (low, high) = page.split_at_mut(norms.start);
-                return mlx.encode::<O>(x, &mut low[codes], &mut high[..norms.len()]);
+                return O::encode_mlx(mlx, x, &mut low[codes], &mut high[..norms.len()]);
             }
         };
-        self.format.write(codes, scale, page, tokens, row);
+        O::write(&self.format, codes, scale, to);
     }
 
     /// Decodes rows of a page in the rotated domain, if the codec rotates: values of codes times the scale. `x` is
     /// `[rows, stride]`.
     #[inline(always)]
-    pub(super) fn decode_rotated<O: Ops>(
+    pub(super) fn decode_rotated<O: RowSteps>(
         &self,
         (page, tokens, rows): Source<'_>,
         x: &mut [f32],
@@ -145,7 +157,7 @@ impl Coder {
                         continue;
                     };
                     let codes = &mut memory[..self.dim];
-                    let scale = self.format.read(page, tokens, row, codes);
+                    let scale = O::read(&self.format, page, tokens, row, codes);
                     O::look_up(levels, codes);
                     widen(codes, scale.to_f32() / SCALE_UNIT, x);
                 }
@@ -168,7 +180,7 @@ pub fn e4m3(x: f32) -> u8 {
 
 /// e4m3 codes and scale of a vector.
 #[inline(always)]
-fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
+pub(super) fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     let amax = greatest(x);
     // The scale as stored, so that its rounding does not add to the error of the elements.
     let scale = f16::from_f32(amax * (FP8_SCALE_UNIT / fp8::MAX));

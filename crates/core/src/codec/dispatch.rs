@@ -3,15 +3,18 @@
 
 #![allow(unsafe_code, reason = "a token proves that the machine has the instructions")]
 
-use super::coder::{Coder, Source};
+use super::coder::{self, Coder, Destination, RowSteps, Source};
 use super::encode::{EncodeJob, SourceRows};
+use super::mlx::Mlx;
 use super::ops::Portable;
 #[cfg(target_arch = "x86_64")]
 use super::ops::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use super::ops::avx512::{Avx512, Vbmi};
-use super::rotation::Rotation;
+use super::rotation::{Rotate, Rotation};
+use super::row_layout::RowLayout;
 use crate::isa::{FloatEnv, Isa, IsaToken};
+use half::f16;
 
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
@@ -84,50 +87,126 @@ fn functions(token: IsaToken) -> &'static Functions {
     }
 }
 
-/// Compiles the functions for an instruction set.
-macro_rules! functions {
-    ($name:ident, $ops:ty $(, $features:literal)?) => {
-        mod $name {
-            use super::{Coder, EncodeJob, Rotation, Source, SourceRows};
+/// Compiles functions for an instruction set. They stay calls: the code is large.
+macro_rules! compiled {
+    (@one [$($features:literal)?] $function:item) => {
+        $(#[target_feature(enable = $features)])?
+        #[inline(never)]
+        $function
+    };
+    ($features:tt $($function:item)*) => { $( compiled! { @one $features $function } )* };
+}
 
-            pub(super) static FUNCTIONS: super::Functions =
-                super::Functions { store, first_refused, decode, rotate, unrotate };
-
-            $(#[target_feature(enable = $features)])?
-            fn store(job: &mut EncodeJob<'_>) {
-                job.run::<$ops>();
-            }
-
-            $(#[target_feature(enable = $features)])?
-            fn first_refused(rows: &SourceRows<'_>) -> Option<[usize; 2]> {
-                rows.first_refused::<$ops>()
-            }
-
-            $(#[target_feature(enable = $features)])?
-            fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
-                coder.decode_rotated::<$ops>(source, x, stride);
-            }
-
-            $(#[target_feature(enable = $features)])?
+/// Has the steps of a row of lanes `$ops` done by the functions of module `$from`.
+macro_rules! row_steps {
+    ($ops:ty, $from:ident) => {
+        #[allow(unused_unsafe, reason = "portable functions are safe")]
+        impl Rotate for $ops {
+            #[inline(always)]
             fn rotate(rotation: &Rotation, x: &mut [f32]) {
-                rotation.apply::<$ops>(x);
+                // SAFETY: steps are called by functions that are compiled for the instruction set.
+                unsafe { $from::rotate(rotation, x) }
+            }
+        }
+
+        #[allow(unused_unsafe, reason = "portable functions are safe")]
+        impl RowSteps for $ops {
+            #[inline(always)]
+            fn encode_mlx(mlx: &Mlx, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
+                // SAFETY: as above.
+                unsafe { $from::encode_mlx(mlx, x, codes, norms) }
             }
 
-            $(#[target_feature(enable = $features)])?
-            fn unrotate(rotation: &Rotation, x: &mut [f32]) {
-                rotation.undo::<f32, $ops>(x);
+            #[inline(always)]
+            fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
+                // SAFETY: as above.
+                unsafe { $from::encode_fp8(x, codes) }
+            }
+
+            #[inline(always)]
+            fn write(format: &RowLayout, codes: &[u8], scale: f16, to: Destination<'_>) {
+                // SAFETY: as above.
+                unsafe { $from::write(format, codes, scale, to) }
+            }
+
+            #[inline(always)]
+            fn read(format: &RowLayout, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
+                // SAFETY: as above.
+                unsafe { $from::read(format, page, tokens, row, codes) }
             }
         }
     };
 }
 
-functions!(portable, super::Portable);
+/// Compiles the functions of lanes `$ops`, and the steps of a row, for an instruction set.
+macro_rules! functions {
+    ($name:ident, $ops:ty, $features:tt) => {
+        mod $name {
+            #[allow(clippy::wildcard_imports, reason = "names of the functions' types")]
+            use super::*;
+
+            pub(super) const FUNCTIONS: Functions =
+                Functions { store, first_refused, decode, rotate, unrotate };
+
+            compiled! { $features
+                pub(super) fn store(job: &mut EncodeJob<'_>) {
+                    job.run::<$ops>();
+                }
+                pub(super) fn first_refused(rows: &SourceRows<'_>) -> Option<[usize; 2]> {
+                    rows.first_refused::<$ops>()
+                }
+                pub(super) fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
+                    coder.decode_rotated::<$ops>(source, x, stride);
+                }
+                pub(super) fn rotate(rotation: &Rotation, x: &mut [f32]) {
+                    rotation.apply::<$ops>(x);
+                }
+                pub(super) fn unrotate(rotation: &Rotation, x: &mut [f32]) {
+                    rotation.undo::<f32, $ops>(x);
+                }
+                pub(super) fn encode_mlx(mlx: &Mlx, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
+                    mlx.encode::<$ops>(x, codes, norms);
+                }
+                pub(super) fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
+                    coder::encode_fp8(x, codes)
+                }
+                pub(super) fn write(format: &RowLayout, codes: &[u8], scale: f16, (page, tokens, row): Destination<'_>) {
+                    format.write(codes, scale, page, tokens, row);
+                }
+                pub(super) fn read(format: &RowLayout, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
+                    format.read(page, tokens, row, codes)
+                }
+            }
+        }
+        row_steps!($ops, $name);
+    };
+}
+
+functions!(portable, Portable, []);
 #[cfg(target_arch = "x86_64")]
-functions!(avx2, super::Avx2, "avx2");
+functions!(avx2, Avx2, ["avx2"]);
 #[cfg(target_arch = "x86_64")]
-functions!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+functions!(avx512, Avx512, ["avx512f,avx512bw,avx512dq,avx512vl"]);
+
+/// VBMI looks up tables, which is the part of encoder and decoder that is compiled for it.
 #[cfg(target_arch = "x86_64")]
-functions!(vbmi, super::Vbmi, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni");
+mod vbmi {
+    #[allow(clippy::wildcard_imports, reason = "names of the functions' types")]
+    use super::*;
+
+    pub(super) const FUNCTIONS: Functions = Functions { store, decode, ..avx512::FUNCTIONS };
+
+    compiled! { ["avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni"]
+        pub(super) fn store(job: &mut EncodeJob<'_>) {
+            job.run::<Vbmi>();
+        }
+        pub(super) fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
+            coder.decode_rotated::<Vbmi>(source, x, stride);
+        }
+    }
+}
+#[cfg(target_arch = "x86_64")]
+row_steps!(Vbmi, avx512);
 
 #[cfg(test)]
 mod tests {

@@ -22,8 +22,7 @@
 //! kernel does.
 
 use super::numeric::energy;
-use super::ops::Ops;
-use super::rotation::Rotation;
+use super::rotation::{Rotate, Rotation};
 
 /// Coordinates per norm.
 pub(super) const BLOCK: usize = 256;
@@ -100,9 +99,9 @@ impl Mlx {
     /// Stores a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). Its
     /// contents are changed.
     #[inline(always)]
-    pub(super) fn encode<O: Ops>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
+    pub(super) fn encode<O: Rotate>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
         if let Some(rotation) = &self.rotation {
-            rotation.apply::<O>(x);
+            O::rotate(rotation, x);
         }
         for (x, bytes) in x.chunks_exact_mut(BLOCK).zip(norms.as_chunks_mut().0) {
             let norm = (energy(x) / self.squares).sqrt();

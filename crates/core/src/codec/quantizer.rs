@@ -6,7 +6,7 @@
 use super::kind::{Codec, RowKind};
 use super::numeric::{greatest, round};
 use super::ops::Ops;
-use super::rotation::Rotation;
+use super::rotation::{Rotate, Rotation};
 use super::row_layout::SCALE_UNIT;
 use super::tq::codebook::{Codebook, FACTORS, TRIALS};
 use crate::limits::MAX_HEAD_DIM;
@@ -65,8 +65,8 @@ impl Quantizer {
     /// Codes and scale of a vector whose elements are finite and whose norm is at most
     /// [`MAX_NORM`](super::error::MAX_NORM). Leaves it rotated. Zeros have codes of 0 with scale 0.
     #[inline(always)]
-    pub(super) fn encode<O: Ops>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
-        self.rotation.apply::<O>(x);
+    pub(super) fn encode<O: Ops + Rotate>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
+        O::rotate(&self.rotation, x);
         let dim = self.dim;
         let (x, codes) = (&x[..dim], &mut codes[..dim]);
         let amax = greatest(x);

@@ -121,6 +121,12 @@ impl Rotation {
     }
 }
 
+/// Rotations compiled once for an instruction set, and called where they are used: their code is large.
+pub(super) trait Rotate {
+    /// [`Rotation::apply`].
+    fn rotate(rotation: &Rotation, x: &mut [f32]);
+}
+
 fn split_mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;

@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
-use super::coder::Coder;
+use super::coder::{Coder, RowSteps};
 use super::error::{EncodeError, MAX_NORM};
 use super::numeric::energy;
 #[cfg(target_arch = "x86_64")]
@@ -15,7 +15,7 @@ use crate::tensor::TensorView;
 use std::ops::Range;
 
 /// Encoders of whole rows, for instruction sets that have one.
-pub(super) trait EncodeRows: Ops {
+pub(super) trait EncodeRows: RowSteps {
     /// Stores rows with the same bytes as the generic encoder; returns false, having done nothing, if it does not
     /// support them.
     #[inline(always)]

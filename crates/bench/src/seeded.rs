@@ -1,14 +1,19 @@
 //! Seeded data of benchmarks.
 
+use flashtile_core::codec::convert;
+use flashtile_core::dtype::Dtype;
+
 /// A seeded generator (SplitMix64): a seed gives the same values in every run.
 #[derive(Debug, Clone)]
-pub(super) struct Rng {
+pub struct Rng {
     state: u64,
     spare: Option<f64>,
 }
 
 impl Rng {
-    pub(super) fn new(seed: u64) -> Self {
+    /// A generator of its own for each seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
         let mut rng = Self { state: seed, spare: None };
         // Neighbouring seeds would give the same values one step apart.
         rng.state = rng.bits();
@@ -23,12 +28,12 @@ impl Rng {
     }
 
     /// An integer in `0..n`; 0 if `n` is 0.
-    pub(super) fn below(&mut self, n: usize) -> usize {
+    pub fn below(&mut self, n: usize) -> usize {
         ((u128::from(self.bits()) * n as u128) >> 64) as usize
     }
 
     /// Puts the elements in random order.
-    pub(super) fn shuffle<T>(&mut self, list: &mut [T]) {
+    pub fn shuffle<T>(&mut self, list: &mut [T]) {
         for n in (1..list.len()).rev() {
             list.swap(n, self.below(n + 1));
         }
@@ -40,7 +45,7 @@ impl Rng {
     }
 
     /// Normal with mean 0 and variance 1 (Marsaglia's polar method).
-    pub(super) fn normal(&mut self) -> f32 {
+    pub fn normal(&mut self) -> f32 {
         if let Some(spare) = self.spare.take() {
             return spare as f32;
         }
@@ -56,9 +61,39 @@ impl Rng {
     }
 }
 
+/// Fills whole elements with normal values.
+pub fn fill_normal(rng: &mut Rng, dtype: Dtype, elements: &mut [u8]) {
+    let mut values = [0.0f32; 64];
+    for into in elements.chunks_mut(values.len() * dtype.bytes()) {
+        let values = &mut values[..into.len() / dtype.bytes()];
+        values.iter_mut().for_each(|x| *x = rng.normal());
+        convert::from_f32(values, dtype, into);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn elements_are_the_values_of_the_generator() {
+        for dtype in Dtype::ALL {
+            let (count, size) = (150, dtype.bytes());
+            let mut bytes = vec![0; count * size];
+            fill_normal(&mut Rng::new(7), dtype, &mut bytes);
+            let (mut rng, mut got) = (Rng::new(7), vec![0.0; count]);
+            let want: Vec<u8> = (0..count)
+                .flat_map(|_| {
+                    let mut one = vec![0; size];
+                    convert::from_f32(&[rng.normal()], dtype, &mut one);
+                    one
+                })
+                .collect();
+            convert::to_f32(dtype, &bytes, &mut got);
+            assert_eq!(bytes, want, "{dtype}");
+            assert!(got.iter().any(|x| *x != got[0]), "{dtype}");
+        }
+    }
 
     #[test]
     fn normal_values_have_mean_0_and_variance_1() {
