@@ -34,7 +34,7 @@ pub(crate) enum Command {
     Kv(KvArgs),
     Info(InfoArgs),
     Bench(BenchArgs),
-    /// List the kernels of the kernel language, print them as Metal, CUDA or Rust, and export them for Swift
+    /// List the kernels of the kernel language, print them as Metal, CUDA or Rust, and export them for other programs
     #[command(subcommand)]
     Kernels(KernelsCommand),
     Completions(CompletionsArgs),

@@ -1,18 +1,14 @@
 //! `manifest.json` of exported kernels: all that a launch needs, for programs in any language.
 
-use super::condition;
 use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, summary};
 use super::print::SourceTarget;
-use flashtile::kernel::source::{Parameter, ParameterKind, Threads};
+use flashtile::kernel::source::{Cpp, ItemSource, Parameter, ParameterKind, Threads, dependencies};
 use flashtile::kernel::{Instance, Kernel, ParamsField, ScalarType};
 use flashtile::kernels::KERNELS;
 use serde_json::{Map, Value, json};
 
 /// Name of the file that describes the others.
 pub(super) const MANIFEST: &str = "manifest.json";
-
-/// Name of the file for programs in Swift.
-pub(super) const SWIFT: &str = "FlashtileKernels.swift";
 
 /// The version of the manifest: it grows when a field changes its meaning or goes away.
 const FORMAT: u32 = 1;
@@ -26,7 +22,6 @@ pub(super) fn manifest(instances: &[Instance]) -> String {
         "language": "Metal Shading Language",
         "language_version": "3.1",
         "math_mode": "safe",
-        "swift": SWIFT,
     });
     let kernels = kernels(instances);
     let structs = structs(&kernels).into_iter().map(|of| struct_json(&of)).collect();
@@ -103,10 +98,8 @@ fn kernel_json(kernel: &'static Kernel) -> Value {
         let parameter = &of.parameter;
         json!({ "name": parameter.name, "type": bound(parameter.kind), "derived": of.expression })
     });
-    let requires = kernel.requirements.iter().map(|requirement| {
-        let in_swift = condition::swift(kernel, requirement.condition).is_some();
-        json!({ "message": requirement.message, "condition": requirement.condition, "checked_in_swift": in_swift })
-    });
+    let requires =
+        kernel.requirements.iter().map(|of| json!({ "message": of.message, "condition": of.condition }));
     json!({
         "kernel": kernel.name,
         "does": summary(kernel),
@@ -117,7 +110,22 @@ fn kernel_json(kernel: &'static Kernel) -> Value {
         "generics": generics.chain(derived).collect::<Vec<_>>(),
         "parameters": parameters_json(kernel),
         "requires": requires.collect::<Vec<_>>(),
+        "constants": constants(kernel),
     })
+}
+
+/// Constants of the kernel's source that its conditions name: a reader of the manifest has no source in Rust.
+fn constants(kernel: &'static Kernel) -> Map<String, Value> {
+    let words = |text: &'static str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let named = |name| kernel.requirements.iter().any(|of| words(of.condition).any(|word| word == name));
+    let number = |item: &ItemSource| match item.cpp {
+        Cpp::Table { len: None, literals, .. } if named(item.name) => Some((
+            item.name.to_owned(),
+            json!(literals().concat().trim_end_matches('u').parse::<u32>().ok()?),
+        )),
+        _ => None,
+    };
+    dependencies(&kernel.source).into_iter().filter_map(number).collect()
 }
 
 fn instance_json(instance: &Instance) -> Value {
