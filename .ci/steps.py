@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -295,6 +296,23 @@ def test(name, *args, env=None):
 @step("tests", "README: tests")
 def tests():
     return test("tests", "--workspace", "--all-features", "--")
+
+
+@step("bars", "documentation: pictures of recorded rows are what benches/bars.py draws")
+def bars():
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("cli.md", "gallery.md"))
+    commands = re.findall(r"^benches/bars.py (?:.*\\\n)*.*", pages, re.M)
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " "))
+        picture = ROOT / words.pop(words.index("--svg") + 1)
+        with Scratch() as folder:
+            words.insert(words.index("--svg") + 1, folder / picture.name)
+            run(sys.executable, "-B", *words)
+            if (folder / picture.name).read_text() != picture.read_text():
+                raise Failed(f"{picture} is not what its command draws")
+    if len(commands) < 3:
+        raise Failed(f"{len(commands)} commands of benches/bars.py in docs/")
+    return f"{len(commands)} pictures"
 
 
 @step("serve", "example: serve")

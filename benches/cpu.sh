@@ -4,7 +4,7 @@
 #   benches/cpu.sh FLASHTILE [OUT]
 #
 # FLASHTILE is a release binary. Rows go to OUT (default: bench-cpu) as JSON lines and tables; OUT/rows.jsonl has all of them, which
-# `flashtile bench --from OUT/rows.jsonl --svg FILE` draws. Variables:
+# `benches/bars.py OUT/rows.jsonl --svg FILE` draws. Variables:
 #
 #   CPUS=0,1     the processors
 #   PEERS=LIST   of torch,llama,onnx,candle (default: all), which benches/peers/run.py installs; PEERS= measures none

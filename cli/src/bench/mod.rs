@@ -1,6 +1,5 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
-mod bars;
 mod device;
 mod group;
 mod kernels;
@@ -8,7 +7,6 @@ mod measure;
 mod options;
 mod peers;
 mod plot;
-mod recorded;
 mod rows;
 mod seeded;
 
@@ -30,9 +28,6 @@ use serde_json::{Value, json};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
-    if let Some(from) = &args.from {
-        return recorded::run(args, from);
-    }
     rows::check_options(args)?;
     if args.group == Asked::Kernels {
         return kernels::run(args);
@@ -42,7 +37,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
 
 fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let device = device(args)?;
-    let peers = args.vs.as_deref().map(|path| Peers::read(path, args)).transpose()?.unwrap_or_default();
+    let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
     for (destination, other) in [(&file, &args.vs), (&picture, &args.vs), (&picture, &args.json_lines)] {
@@ -274,34 +269,19 @@ fn visibility_table(compared: &[Compared]) -> String {
 
 /// A row as JSON, with the names that peer rows use.
 fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
-    let limit = group.limit;
-    let (row, dims) = (&measured.row, measured.row.problem.dims());
-    let seconds = measured.seconds();
+    let (limit, row, seconds) = (group.limit, &measured.row, measured.seconds());
     let compared = |name: &str| {
         let theirs = peers.seconds(name, row)?;
         Some((name.to_owned(), json!({"seconds": theirs, "ratio": theirs / seconds})))
     };
     let peers: serde_json::Map<String, Value> = peers.names().into_iter().filter_map(compared).collect();
-    json!({
+    let mut json = json!({
         "peer": "flashtile",
-        "kind": row.kind.name(),
         "kernel": measured.kernel,
         "unit": measured.unit.name(),
         "threads": measured.unit.threads(),
         "host_seconds": measured.host,
         "prepare_seconds": measured.prepare,
-        "dtype": row.problem.dtype().name(),
-        "d": dims.head_dim,
-        "dv": dims.value_dim,
-        "h": dims.q_heads,
-        "hkv": dims.kv_heads,
-        "b": row.batch(),
-        "s": row.length(),
-        "lens": row.lens(),
-        "causal": row.causal(),
-        "window": peers::window_json(row),
-        "layout": row.layout(),
-        "shared": row.shared(),
         "seconds_apart": measured.apart,
         "seconds": seconds,
         "seconds_quartiles": measured.quartiles,
@@ -314,5 +294,9 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "fraction": limit.fraction(&measured.work, seconds),
         "nrmse": measured.nrmse,
         "peers": peers,
-    })
+    });
+    if let (Some(all), Value::Object(problem)) = (json.as_object_mut(), row.json()) {
+        all.extend(problem);
+    }
+    json
 }

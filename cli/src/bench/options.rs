@@ -3,10 +3,9 @@
 use crate::failure::Failure;
 use crate::options::{Backend, CpuArgs, KernelsArg, backend};
 use crate::parse::{count, dtype, window};
-use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use flashtile::{Codec, Dtype, Visibility};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Measure attention against the limits of this machine
 ///
@@ -17,17 +16,11 @@ use std::path::{Path, PathBuf};
 /// which counts what they read and write; on CUDA, larger ones are then timed against a copy. Their answers are
 /// compared with computations in f64. simd/thread (per_thread.simd_operations in JSON) is the number of SIMD
 /// operations that each thread takes part in.
-///
-/// With --from, nothing is measured: rows that --json-lines wrote and rows of peers become bars of speed, GFLOP/s of
-/// prefill and GB/s of decode, beside the limit that was measured in the same run. GROUP, --dtype, --head-dim, --seq,
-/// --heads, --kv-heads, --batch, --causal, --isa and --threads select rows. Problems without a peer are left out if
-/// others have one.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
     flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
-    flashtile bench kernels --kernel decode --backend cuda\n  \
-    flashtile bench prefill --from rows.jsonl --dtype f32,bf16 --seq 4096 --svg speed.svg"
+    flashtile bench kernels --kernel decode --backend cuda"
 )]
 pub(crate) struct BenchArgs {
     /// Rows to measure
@@ -110,23 +103,12 @@ pub(crate) struct BenchArgs {
     /// Write JSON lines to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) json_lines: Option<PathBuf>,
-    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg; with --from, bars
-    /// of speed
+    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
-    /// Only peers of --vs or --from whose names start with one of these, such as torch,llama.cpp
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = NonEmptyStringValueParser::new())]
-    pub(crate) peers: Vec<String>,
-    /// Draw the rows of this file beside its peers with --svg, instead of measuring: rows of --json-lines and JSON lines
-    /// as in --vs
-    #[arg(long, value_name = "FILE")]
-    pub(crate) from: Option<PathBuf>,
-    /// Title of the picture of --from
-    #[arg(long, value_name = "TEXT", requires = "from")]
-    pub(crate) title: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -173,25 +155,6 @@ impl Lengths {
         }
         let last = batch.saturating_sub(1).max(1);
         Ok((0..batch).map(|n| low + (high - low) * n / last).collect())
-    }
-}
-
-impl BenchArgs {
-    /// Whether the options select the peer of a name.
-    pub(super) fn selects_peer(&self, name: &str) -> bool {
-        self.peers.is_empty() || self.peers.iter().any(|first| name.starts_with(first.as_str()))
-    }
-
-    /// Refuses --peers that select none of the peers in a file.
-    pub(super) fn check_peers(&self, path: &Path, names: &[&str]) -> Result<(), Failure> {
-        let unknown = |first: &&String| !names.iter().any(|name| name.starts_with(first.as_str()));
-        let Some(first) = self.peers.iter().find(unknown) else { return Ok(()) };
-        let mut known = names.to_vec();
-        known.sort_unstable();
-        known.dedup();
-        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        let what = format!("no peer name in {} starts with it, found {known}", path.display());
-        Err(Failure::at(format!("--peers {first}"), what))
     }
 }
 

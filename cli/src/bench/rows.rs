@@ -7,6 +7,7 @@ use flashtile::{
     Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, Sequences, SharedPrefix,
     Visibility,
 };
+use serde_json::{Value, json};
 
 /// Tokens per page by default.
 const PAGE: usize = 16;
@@ -175,15 +176,31 @@ impl Row {
         self.problem.desc().prefixes.first().map_or(0, |prefix| prefix.len)
     }
 
-    pub(super) fn causal(&self) -> bool {
-        self.problem.desc().visibility.right() == Some(0)
+    /// The fields that identify the problem, as rows of peers have them.
+    pub(super) fn json(&self) -> Value {
+        let dims = self.problem.dims();
+        json!({
+            "kind": self.kind.name(),
+            "dtype": self.problem.dtype().name(),
+            "d": dims.head_dim,
+            "dv": dims.value_dim,
+            "h": dims.q_heads,
+            "hkv": dims.kv_heads,
+            "b": self.batch(),
+            "s": self.length(),
+            "lens": self.lens(),
+            "causal": self.problem.desc().visibility.right() == Some(0),
+            "window": self.window(),
+            "layout": self.layout(),
+            "shared": self.shared(),
+        })
     }
 
-    /// Keys to the left and right, if there is a window in addition to causality.
-    pub(super) fn window(&self) -> Option<(Option<usize>, Option<usize>)> {
+    /// Keys to the left and right, `null` where a side is unbounded, if there is a window in addition to causality.
+    fn window(&self) -> Option<[Option<usize>; 2]> {
         let band = self.problem.desc().visibility;
         let right = band.right().filter(|&right| right > 0);
-        (band.left().is_some() || right.is_some()).then_some((band.left(), right))
+        (band.left().is_some() || right.is_some()).then_some([band.left(), right])
     }
 }
 
@@ -348,9 +365,6 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 
 /// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
-    if !args.peers.is_empty() && args.vs.is_none() {
-        return Err(Failure::at("--peers", "needs --vs FILE or --from FILE, which have the rows of peers"));
-    }
     if args.group == Group::Kernels {
         return check_kernels(args);
     }
