@@ -1,5 +1,4 @@
-//! Workloads of the portable GPU kernels, for `flashtile bench kernels`: seeded inputs and expected answers. Unstable: no
-//! semver promise.
+//! Workloads of the portable GPU kernels: seeded inputs and expected answers. The program of this crate measures them.
 //!
 //! A kernel's `bench(..)` gives the shapes, the bytes read and written, the operations and the tolerance. A
 //! [`Workload`] makes inputs for a shape and computes the expected answer independently: by the f64 oracle of attention, by caches in
@@ -7,18 +6,12 @@
 //! page stores, on a device that watches for it.
 //!
 //! ```
-//! # #[cfg(feature = "simulator")] {
-//! for workload in &flashtile_bench::WORKLOADS[4..] {
+//! for workload in &flashtile_kernel_bench::WORKLOADS[4..] {
 //!     let counted = workload.simulate(&workload.small[0])?;
 //!     println!("{}: {} bytes read, error {:e}", counted.entry, counted.report.device_read, counted.error);
 //! }
-//! # }
 //! # Ok::<(), String>(())
 //! ```
-
-#![cfg_attr(docsrs, feature(doc_cfg))]
-// Without a device nothing is launched.
-#![cfg_attr(not(any(feature = "cuda", feature = "simulator")), allow(dead_code, unused_imports))]
 
 mod attention;
 mod data;
@@ -28,18 +21,14 @@ mod rows;
 
 use data::{Find, Want};
 use device::Watched;
-#[cfg(feature = "cuda")]
 use flashtile_gpu::kernels::copy;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
 use flashtile_gpu::kernels::{cache, decode, encode, mask_tiles, merge, prefill, rotation};
-#[cfg(feature = "cuda")]
 use flashtile_kernel::LaunchError;
-#[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
 use flashtile_kernel::source::Shape;
 use flashtile_kernel::{Bench, HostAccess, Kernel};
 use rows::Operation;
-#[cfg(feature = "simulator")]
 use std::cell::RefCell;
 
 /// How a kernel is benchmarked.
@@ -215,7 +204,6 @@ impl Job {
 }
 
 /// Counts of a launch on the simulator.
-#[cfg(feature = "simulator")]
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
@@ -259,7 +247,6 @@ impl Workload {
     ///
     /// # Errors
     /// Why the launch failed or the answer is wrong.
-    #[cfg(feature = "simulator")]
     pub fn simulate(&self, shape: &Shape) -> Result<Simulated, String> {
         let find: Find = flashtile_gpu::simulator::find;
         let job = (self.job)(shape, Some(find))?;
@@ -286,7 +273,6 @@ impl Workload {
     ///
     /// # Errors
     /// Why the launch failed or the answer is wrong.
-    #[cfg(feature = "cuda")]
     pub fn time(
         &self,
         gpu: &flashtile_kernel::cuda::Gpu,
@@ -316,10 +302,8 @@ impl Workload {
 }
 
 /// Why a measurement failed.
-#[cfg(feature = "cuda")]
 struct TimeError(String);
 
-#[cfg(feature = "cuda")]
 impl From<flashtile_kernel::cuda::Error> for TimeError {
     fn from(error: flashtile_kernel::cuda::Error) -> Self {
         Self(error.to_string())
@@ -327,7 +311,6 @@ impl From<flashtile_kernel::cuda::Error> for TimeError {
 }
 
 /// Adds the counts of a launch.
-#[cfg(feature = "simulator")]
 fn add(sum: &mut Report, of: &Report) {
     sum.device_read += of.device_read;
     sum.device_written += of.device_written;
@@ -339,11 +322,9 @@ fn add(sum: &mut Report, of: &Report) {
 }
 
 /// After this many bytes of other accesses, caches hold nothing of an input.
-#[cfg(feature = "cuda")]
 const BEYOND_CACHES: u64 = 256 << 20;
 
 /// The largest number of copies of the inputs.
-#[cfg(feature = "cuda")]
 const MAX_SETS: u64 = 64;
 
 /// Bytes per second that a device copies, counting reads and writes: memory beyond its caches, the best of several
@@ -351,7 +332,6 @@ const MAX_SETS: u64 = 64;
 ///
 /// # Errors
 /// Errors of the device.
-#[cfg(feature = "cuda")]
 pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
     use flashtile_kernel::cuda::Error;
     const ELEMENTS: usize = 128 << 20;
@@ -397,7 +377,6 @@ mod tests {
         }
     }
 
-    #[cfg(feature = "simulator")]
     #[test]
     fn answers_on_the_simulator_are_right() {
         for workload in &WORKLOADS {

@@ -2,7 +2,6 @@
 
 mod device;
 mod group;
-mod kernels;
 mod measure;
 mod options;
 mod peers;
@@ -29,9 +28,6 @@ use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     rows::check_options(args)?;
-    if args.group == Asked::Kernels {
-        return kernels::run(args);
-    }
     machine::on_threads(args.cpu.threads, || bench(args))
 }
 
@@ -48,7 +44,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let kinds: &[Kind] = match args.group {
         Asked::Prefill => &[Kind::Prefill],
         Asked::Decode => &[Kind::Decode],
-        Asked::Visibility | Asked::Kernels => &[],
+        Asked::Visibility => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
     let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
@@ -64,7 +60,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     let pairs = match args.group {
         Asked::Visibility | Asked::All => rows::pairs(args)?,
-        Asked::Prefill | Asked::Decode | Asked::Kernels => Vec::new(),
+        Asked::Prefill | Asked::Decode => Vec::new(),
     };
 
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;

@@ -11,27 +11,18 @@ use std::path::PathBuf;
 ///
 /// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row
 /// first checks a few query rows of its answer against the f64 oracle. Times are medians.
-///
-/// The group kernels measures kernels of the kernel language: small shapes run on the simulator, if the build has it,
-/// which counts what they read and write; on CUDA, larger ones are then timed against a copy. Their answers are
-/// compared with computations in f64. simd/thread (per_thread.simd_operations in JSON) is the number of SIMD
-/// operations that each thread takes part in.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
-    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
-    flashtile bench kernels --kernel decode --backend cuda"
+    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg"
 )]
 pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// Backend to measure; the group kernels alone can use the simulator
-    #[arg(long, value_parser = backend("The cpu; for the group kernels the simulator", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Simulator]), default_value = "auto")]
+    /// Backend to measure
+    #[arg(long, value_parser = backend("The cpu", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal]), default_value = "auto")]
     pub(crate) backend: Backend,
-    /// For the group kernels: measure only this kernel, a name of `flashtile kernels list`
-    #[arg(long, value_name = "NAME")]
-    pub(crate) kernel: Option<String>,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Tile of every CUDA kernel instead of the planner's choice:
@@ -119,9 +110,7 @@ pub(crate) enum Group {
     Decode,
     /// Time relative to visible area: causal, window
     Visibility,
-    /// Kernels of the kernel language one by one: their memory traffic and, on CUDA, their times
-    Kernels,
-    /// All groups except kernels
+    /// All groups
     All,
 }
 

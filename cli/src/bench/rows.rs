@@ -2,7 +2,6 @@
 
 use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::failure::{Failure, Result};
-use crate::options::Kernels;
 use flashtile::{
     Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, Sequences, SharedPrefix,
     Visibility,
@@ -365,12 +364,6 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 
 /// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
-    if args.group == Group::Kernels {
-        return check_kernels(args);
-    }
-    if args.kernel.is_some() {
-        return Err(Failure::at("--kernel", "needs the group kernels"));
-    }
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
         return Err(Failure::at("--cache", "needs the group decode"));
     }
@@ -405,38 +398,5 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
         Some((option, _)) => {
             Err(Failure::at(option, "does not apply to visibility, whose lengths and masks are fixed"))
         }
-    }
-}
-
-/// Options of other groups have no effect on kernels, whose shapes are fixed.
-fn check_kernels(args: &BenchArgs) -> Result<()> {
-    let given = [
-        ("--tile", args.tile.is_some()),
-        ("--kernels", args.kernels.choice != Kernels::Auto),
-        ("--isa", args.cpu.isa.is_some()),
-        ("--threads", args.cpu.threads.is_some()),
-        ("--dtype", !args.dtype.is_empty()),
-        ("--head-dim", !args.head_dim.is_empty()),
-        ("--seq", !args.seq.is_empty()),
-        ("--value-dim", args.value_dim.is_some()),
-        ("--heads", args.heads.is_some()),
-        ("--kv-heads", !args.kv_heads.is_empty()),
-        ("--batch", !args.batch.is_empty()),
-        ("--cache", args.cache != [CacheKind::Dense]),
-        ("--page", args.page.is_some()),
-        ("--codec", !args.codec.is_empty()),
-        ("--queries", args.queries.is_some()),
-        ("--shared", args.shared.is_some()),
-        ("--causal", args.causal),
-        ("--window", args.window.is_some()),
-        ("--min-time", args.min_time.is_some()),
-        ("--quick", args.quick),
-        ("--full", args.full),
-        ("--svg", args.svg.is_some()),
-        ("--vs", args.vs.is_some()),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        None => Ok(()),
-        Some((option, _)) => Err(Failure::at(option, "does not apply to kernels, whose shapes are fixed")),
     }
 }

@@ -525,7 +525,7 @@ fn other_commands() {
         (vec!["check", "--filter", "gqaa"], "no case has a name with gqaa, expected gqa"),
         (vec!["check", "--filter", "gqa,no such case"], "no case has a name with no such case"),
         (vec!["check", "--seeds", "5..5"], "expected FIRST..END"),
-        (vec!["bench", "sideways"], "prefill, decode, visibility, kernels, all"),
+        (vec!["bench", "sideways"], "prefill, decode, visibility, all"),
         (vec!["bench", "--dtype", "f32,f8"], "expected f32, f16 or bf16"),
         (vec!["bench", "--min-time", "nan"], "expected seconds"),
         (vec!["bench", "--seq", "0"], "expected a whole number"),
