@@ -9,7 +9,7 @@ mod plot;
 mod rows;
 mod seeded;
 
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
@@ -22,7 +22,7 @@ use measure::{Measured, measure};
 pub(crate) use options::BenchArgs;
 use options::Group as Asked;
 use peers::Peers;
-use rows::{Kind, Pair, Row};
+use rows::{Kind, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
@@ -44,7 +44,6 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let kinds: &[Kind] = match args.group {
         Asked::Prefill => &[Kind::Prefill],
         Asked::Decode => &[Kind::Decode],
-        Asked::Visibility => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
     let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
@@ -58,18 +57,11 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             }
         }
     }
-    let pairs = match args.group {
-        Asked::Visibility | Asked::All => rows::pairs(args)?,
-        Asked::Prefill | Asked::Decode => Vec::new(),
-    };
-
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;
     let bench = Bench {
         device,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
-        progress: progress(
-            (planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
-        ),
+        progress: progress(planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() as u64),
     };
     let mut lines = Vec::new();
     let mut groups = Vec::new();
@@ -83,11 +75,6 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             bench.print(|| report::text(format_args!("\n{}", table(&group, &peers))))?;
         }
         groups.push(group);
-    }
-    let compared = bench.pairs(&pairs)?;
-    lines.extend(compared.iter().map(Compared::json));
-    if !args.json && !compared.is_empty() {
-        bench.print(|| report::text(format_args!("\n{}", visibility_table(&compared))))?;
     }
     bench.progress.finish_and_clear();
 
@@ -143,53 +130,6 @@ impl Bench {
         let limit = before.max(limit()?);
         Ok(Group { kind, unit, limit, rows })
     }
-
-    fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
-        let compare = |pair: &Pair| {
-            let measured = self.measure(&[pair.part.clone(), pair.whole.clone()])?;
-            let [part, whole] =
-                <[Measured; 2]>::try_from(measured).map_err(|_| Failure::new("not a pair"))?;
-            Ok(Compared { name: pair.name, part, whole })
-        };
-        pairs.iter().map(compare).collect()
-    }
-}
-
-/// Two rows that have been measured for comparison.
-struct Compared {
-    name: &'static str,
-    part: Measured,
-    whole: Measured,
-}
-
-impl Compared {
-    fn time_ratio(&self) -> f64 {
-        self.part.seconds() / self.whole.seconds()
-    }
-
-    fn visible_ratio(&self) -> f64 {
-        self.part.work.flops / self.whole.work.flops
-    }
-
-    fn json(&self) -> Value {
-        let dims = self.part.row.problem.dims();
-        json!({
-            "kind": "visibility",
-            "name": self.name,
-            "unit": self.part.unit.name(),
-            "threads": self.part.unit.threads(),
-            "dtype": self.part.row.problem.dtype().name(),
-            "d": dims.head_dim,
-            "h": dims.q_heads,
-            "hkv": dims.kv_heads,
-            "b": dims.batch,
-            "s": dims.kv_len,
-            "seconds_part": self.part.seconds(),
-            "seconds_whole": self.whole.seconds(),
-            "time_ratio": self.time_ratio(),
-            "visible_ratio": self.visible_ratio(),
-        })
-    }
 }
 
 fn table(group: &Group, peers: &Peers) -> String {
@@ -242,25 +182,6 @@ fn table(group: &Group, peers: &Peers) -> String {
     }
     let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
     format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name(), group.limit)
-}
-
-fn visibility_table(compared: &[Compared]) -> String {
-    let head = ["visibility", "dtype", "d", "keys", "time", "time of whole", "time ratio", "visible ratio"];
-    let mut table = Table::new(head);
-    for c in compared {
-        let dims = c.part.row.problem.dims();
-        table.push(vec![
-            c.name.to_owned(),
-            c.part.row.problem.dtype().to_string(),
-            dims.head_dim.to_string(),
-            dims.kv_len.to_string(),
-            report::seconds(c.part.seconds()),
-            report::seconds(c.whole.seconds()),
-            format!("{:.3}", c.time_ratio()),
-            format!("{:.3}", c.visible_ratio()),
-        ]);
-    }
-    table.to_string()
 }
 
 /// A row as JSON, with the names that peer rows use.

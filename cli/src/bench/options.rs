@@ -37,9 +37,9 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); the visibility
-    /// rows have fixed lengths. LOW..HIGH spreads the lengths of a batch over the range: of cached sequences, or of
-    /// packed ones of prefill, each of which is computed as a whole
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768). LOW..HIGH spreads
+    /// the lengths of a batch over the range: of cached sequences, or of packed ones of prefill, each of which is
+    /// computed as a whole
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
     /// Elements of a v vector; default as many as of k
@@ -83,11 +83,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub(crate) min_time: Option<f64>,
     /// Few rows, short measurements
-    #[arg(long, conflicts_with = "full")]
-    pub(crate) quick: bool,
-    /// Also head dimensions 32 and 256
     #[arg(long)]
-    pub(crate) full: bool,
+    pub(crate) quick: bool,
     /// Print JSON lines instead of tables
     #[arg(long)]
     pub(crate) json: bool,
@@ -108,8 +105,6 @@ pub(crate) enum Group {
     Prefill,
     /// One query, many cached keys
     Decode,
-    /// Time relative to visible area: causal, window
-    Visibility,
     /// All groups
     All,
 }

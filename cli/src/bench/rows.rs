@@ -203,14 +203,6 @@ impl Row {
     }
 }
 
-/// Two rows whose times are compared with their visible areas.
-#[derive(Debug, Clone)]
-pub(super) struct Pair {
-    pub(super) name: &'static str,
-    pub(super) part: Row,
-    pub(super) whole: Row,
-}
-
 /// Values of options that were given, or the defaults.
 fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
     if given.is_empty() { default.to_vec() } else { given.to_vec() }
@@ -219,12 +211,7 @@ fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 fn head_dims(args: &BenchArgs, default: &[usize]) -> Vec<usize> {
-    let usual = match (args.full, args.quick) {
-        (true, _) => &[32, 64, 128, 256],
-        (_, true) => &[128][..],
-        _ => default,
-    };
-    or(&args.head_dim, usual)
+    or(&args.head_dim, if args.quick { &[128] } else { default })
 }
 
 fn dtypes(args: &BenchArgs) -> Vec<Dtype> {
@@ -337,31 +324,6 @@ fn dims(
     or(&args.batch, &[1]).iter().flat_map(of).collect()
 }
 
-/// Pairs of rows that differ only in their visible area.
-pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
-    /// Keys that a query with a window sees, including its own.
-    const WINDOW: usize = 256;
-    let lengths: [usize; 2] = if args.quick { [1024, 2048] } else { [4096, 8192] };
-    let causal = Visibility::causal();
-    let window = Visibility::window(Some(WINDOW - 1), Some(0));
-    let mut pairs = Vec::new();
-    for dtype in or(&args.dtype, &[Dtype::F32]) {
-        for head_dim in or(&args.head_dim, &[64]) {
-            let pair = |name, length: usize, part, whole| {
-                let of = |dims| {
-                    let row = |visibility| Row::new(Kind::Prefill, dims, dtype, visibility);
-                    Ok(Pair { name, part: row(part)?, whole: row(whole)? })
-                };
-                dims(args, (8, 8), length, (length, head_dim)).into_iter().map(of).collect::<Result<Vec<_>>>()
-            };
-            let [short, long] = lengths;
-            pairs.extend(pair("causal / full", short, causal, Visibility::full())?);
-            pairs.extend(pair("window 256 / causal", long, window, causal)?);
-        }
-    }
-    Ok(pairs)
-}
-
 /// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
@@ -382,21 +344,5 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));
     }
-    if args.group != Group::Visibility {
-        return Ok(());
-    }
-    let given = [
-        ("--seq", !args.seq.is_empty()),
-        ("--causal", args.causal),
-        ("--window", args.window.is_some()),
-        ("--full", args.full),
-        ("--vs", args.vs.is_some()),
-        ("--svg", args.svg.is_some()),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        None => Ok(()),
-        Some((option, _)) => {
-            Err(Failure::at(option, "does not apply to visibility, whose lengths and masks are fixed"))
-        }
-    }
+    Ok(())
 }
