@@ -13,7 +13,7 @@ use std::path::PathBuf;
 /// Write kernels for programs without Rust: Metal sources and a manifest
 ///
 /// DIR gets a Metal source for each instance, and manifest.json with all that a launch needs: bindings, layouts of structs, function
-/// constants, threads, conditions. DIR must be new or empty, and is written whole or not at all.
+/// constants, threads, conditions. DIR must not exist, and is written whole or not at all.
 ///
 /// Without names, every listed instance is written. A name is that of an instance, or that of a kernel: its instance for the options,
 /// whose defaults describe a bf16 problem of head dimension 128 without quantization, or with --all every listed one. Of prefill they
@@ -23,7 +23,7 @@ use std::path::PathBuf;
     flashtile kernels export kernels prefill decode merge --target metal --head-dim 64 --dtype f16\n  \
     flashtile kernels export kernels encode read_codes --all --target metal")]
 pub(crate) struct ExportArgs {
-    /// Folder to write: a new one, or one that is empty
+    /// Folder to write, which does not exist yet
     #[arg(value_name = "DIR")]
     pub(crate) folder: PathBuf,
     /// Kernels or instances; default all that are listed
