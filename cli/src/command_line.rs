@@ -10,7 +10,7 @@ use crate::kv::KvArgs;
 use crate::plan::PlanArgs;
 use crate::report;
 use crate::run::RunArgs;
-use crate::shell::{CompletionsArgs, ManArgs};
+use crate::shell::CompletionsArgs;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsStr;
@@ -38,7 +38,6 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Kernels(KernelsCommand),
     Completions(CompletionsArgs),
-    Man(ManArgs),
 }
 
 /// The parser's error message without usage, on one line, with what was probably meant.
