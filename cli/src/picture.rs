@@ -382,7 +382,11 @@ mod tests {
                 let covered: f64 = runs.iter().map(|r| r.width * r.height).sum();
                 assert!((covered - 800.0 * count as f64).abs() < 1e-6, "{covered} of {count} tiles");
                 assert!(runs.len() < 64, "{}", runs.len());
-                let apart = |a: usize| runs[a + 1..].iter().all(|other| !runs[a].overlaps(other));
+                let overlap = |a: &Rect, b: &Rect| {
+                    let across = a.left < b.right() && b.left < a.right();
+                    across && a.top < b.bottom() && b.top < a.bottom()
+                };
+                let apart = |a: usize| runs[a + 1..].iter().all(|other| !overlap(&runs[a], other));
                 assert!((0..runs.len()).all(apart));
             }
         }

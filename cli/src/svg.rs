@@ -49,13 +49,6 @@ impl Rect {
     pub(crate) fn bottom(&self) -> f64 {
         self.top + self.height
     }
-
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
-        self.left < other.right()
-            && other.left < self.right()
-            && self.top < other.bottom()
-            && other.top < self.bottom()
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
