@@ -1,56 +1,43 @@
 //! Bytes of tensors: borrowed from a mapped file, or owned if they were copied, converted or computed.
 
 use crate::failure::{Failure, Result};
-use bytemuck::Pod;
-use flashtile::{Dtype, Element};
+use flashtile::Dtype;
 use half::{bf16, f16};
 use memmap2::MmapMut;
 use rayon::prelude::*;
 
-/// Bytes that a thread copies at once.
+/// Bytes or elements that a thread copies at once.
 const CHUNK: usize = 1 << 16;
 
 /// Owned bytes, initially zero, aligned for every dtype.
 #[derive(Debug)]
 pub(crate) struct Buffer {
-    memory: Memory,
+    /// At least one byte.
+    memory: MmapMut,
     len: usize,
-}
-
-#[derive(Debug)]
-enum Memory {
-    Words(Vec<u64>),
-    Mapped(MmapMut),
+    is_pool: bool,
 }
 
 impl Buffer {
     /// # Errors
     /// If the allocation fails.
     pub(crate) fn zeroed(len: usize) -> Result<Self> {
-        let mut words = Vec::new();
-        let count = len.div_ceil(size_of::<u64>());
-        words
-            .try_reserve_exact(count)
-            .map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
-        words.resize(count, 0);
-        Ok(Self { memory: Memory::Words(words), len })
+        let memory = MmapMut::map_anon(len.max(1));
+        let memory = memory.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+        Ok(Self { memory, len, is_pool: false })
     }
 
     /// A buffer for `count` elements in the kind of memory that pools of caches have: in huge pages, if the system
     /// supports them.
     pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
-        let len = count.checked_mul(dtype.bytes());
-        let len = len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?;
-        if len == 0 { Self::zeroed(0) } else { Self::mapped(len) }
+        Ok(Self::elements(dtype, count)?.into_pool())
     }
 
-    fn mapped(len: usize) -> Result<Self> {
-        let map = MmapMut::map_anon(len);
-        let map = map.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+    fn into_pool(self) -> Self {
         // Other systems use small pages.
         #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Self { memory: Memory::Mapped(map), len })
+        let _ = self.memory.advise(memmap2::Advice::HugePage);
+        Self { is_pool: true, ..self }
     }
 
     /// A buffer for `count` elements.
@@ -61,10 +48,10 @@ impl Buffer {
 
     /// A copy in memory of the same kind.
     pub(crate) fn copy(&self) -> Result<Self> {
-        let mut buffer = match &self.memory {
-            Memory::Words(_) => Self::zeroed(self.len)?,
-            Memory::Mapped(_) => Self::mapped(self.len)?,
-        };
+        let mut buffer = Self::zeroed(self.len)?;
+        if self.is_pool {
+            buffer = buffer.into_pool();
+        }
         // By all threads: pages are placed near the thread that touches them first.
         let chunks = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
         chunks.for_each(|(into, from)| into.copy_from_slice(from));
@@ -78,17 +65,11 @@ impl Buffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        match &self.memory {
-            Memory::Words(words) => &bytemuck::cast_slice(words)[..self.len],
-            Memory::Mapped(map) => map,
-        }
+        &self.memory[..self.len]
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.memory {
-            Memory::Words(words) => &mut bytemuck::cast_slice_mut(words)[..self.len],
-            Memory::Mapped(map) => map,
-        }
+        &mut self.memory[..self.len]
     }
 
     /// The bytes as f32 elements.
@@ -127,28 +108,16 @@ impl<'a> Bytes<'a> {
 /// Converts elements of `from` to the nearest elements of `to`.
 pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
     let mut buffer = Buffer::elements(to, bytes.len() / from.bytes())?;
-    let into = buffer.bytes_mut();
-    match from {
-        Dtype::F32 => convert_from::<f32>(bytes, to, into),
-        Dtype::F16 => convert_from::<f16>(bytes, to, into),
-        Dtype::BF16 => convert_from::<bf16>(bytes, to, into),
-    }
+    let slots = buffer.bytes_mut().par_chunks_exact_mut(to.bytes()).with_min_len(CHUNK);
+    slots.enumerate().for_each(|(index, slot)| {
+        let x = load(bytes, from, index);
+        match to {
+            Dtype::F32 => slot.copy_from_slice(&x.to_ne_bytes()),
+            Dtype::F16 => slot.copy_from_slice(&f16::from_f32(x).to_ne_bytes()),
+            Dtype::BF16 => slot.copy_from_slice(&bf16::from_f32(x).to_ne_bytes()),
+        }
+    });
     Ok(buffer)
-}
-
-fn convert_from<S: Element + Pod>(bytes: &[u8], to: Dtype, into: &mut [u8]) {
-    match to {
-        Dtype::F32 => convert_elements::<S, f32>(bytes, into),
-        Dtype::F16 => convert_elements::<S, f16>(bytes, into),
-        Dtype::BF16 => convert_elements::<S, bf16>(bytes, into),
-    }
-}
-
-fn convert_elements<S: Element + Pod, T: Element + Pod>(bytes: &[u8], into: &mut [u8]) {
-    let elements = bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned::<S>);
-    for (x, slot) in elements.zip(into.chunks_exact_mut(size_of::<T>())) {
-        slot.copy_from_slice(bytemuck::bytes_of(&T::from_f32(x.to_f32())));
-    }
 }
 
 /// Stores the element nearest to `x`, rounded once.
