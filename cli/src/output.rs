@@ -111,17 +111,7 @@ fn check_writable(path: &Path) -> std::result::Result<(), String> {
         Ok(found) if found.permissions().readonly() => {
             Err("the file is read-only, expected one that may be replaced".to_owned())
         }
-        Ok(_) => {
-            let mut options = std::fs::File::options();
-            options.write(true);
-            #[cfg(unix)]
-            {
-                use std::os::unix::fs::OpenOptionsExt;
-                // Another process may have replaced it by a pipe since.
-                options.custom_flags(libc::O_NONBLOCK);
-            }
-            options.open(path).map(drop).map_err(|e| cause(&e))
-        }
+        Ok(_) => std::fs::File::options().write(true).open(path).map(drop).map_err(|e| cause(&e)),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(cause(&e)),
     }
