@@ -23,14 +23,7 @@ impl Destination {
             return Err(refuse(&hint));
         }
         let target = resolve(path)?;
-        let folder = match target.parent() {
-            Some(parent) if parent.as_os_str().is_empty() => PathBuf::from("."),
-            Some(parent) => parent.to_owned(),
-            None => return Err(refuse(&"names no file")),
-        };
-        if target.file_name().is_none() {
-            return Err(refuse(&"names no file"));
-        }
+        let folder = folder_of(&target).ok_or_else(|| refuse(&"names no file"))?.to_owned();
         check_writable(&target).map_err(|e| refuse(&format_args!("cannot be written: {e}")))?;
         Temporary::create(&folder, 0o600).map_err(|e| unwritable(path, &e))?;
         Ok(Self { path: target, folder })
@@ -155,10 +148,7 @@ impl NewFolder {
         if path.symlink_metadata().is_ok() {
             return Err(refuse(&"exists, expected a new folder"));
         }
-        let (Some(parent), Some(_)) = (path.parent(), path.file_name()) else {
-            return Err(refuse(&"names no folder"));
-        };
-        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+        let parent = folder_of(path).ok_or_else(|| refuse(&"names no folder"))?;
         let temporary = Named::folder(parent).map_err(|e| unwritable(path, &e))?;
         Ok(Self { path: path.to_owned(), temporary })
     }
@@ -226,12 +216,16 @@ fn same_file((a, _): Known<'_>, (b, _): Known<'_>) -> bool {
     same_place(a, b)
 }
 
+/// The folder of what a path names; `None` where its last component is no name.
+fn folder_of(path: &Path) -> Option<&Path> {
+    path.file_name()?;
+    path.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent })
+}
+
 /// Whether two paths name the same entry of the same folder.
 fn same_place(a: &Path, b: &Path) -> bool {
-    let place = |path: &Path| {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Some((std::fs::canonicalize(folder).ok()?, path.file_name()?.to_owned()))
-    };
+    let place =
+        |path: &Path| Some((std::fs::canonicalize(folder_of(path)?).ok()?, path.file_name()?.to_owned()));
     matches!((place(a), place(b)), (Some(a), Some(b)) if a == b)
 }
 
