@@ -27,9 +27,9 @@ ALLOWED = {
     "flashtile-gpu": {"flashtile-core", "flashtile-kernel"},
     "flashtile-cuda": {"flashtile-core", "flashtile-kernel", "flashtile-gpu"},
     "flashtile-metal": {"flashtile-core", "flashtile-kernel", "flashtile-gpu"},
-    "flashtile-bench": {"flashtile-core", "flashtile-kernel", "flashtile-gpu"},
     "flashtile-testkit": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda", "flashtile-metal"},
     "flashtile": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda", "flashtile-metal"},
+    "flashtile-bench": {"flashtile-core"},
     "flashtile-cli": {"flashtile", "flashtile-bench", "flashtile-testkit"},
     "flashtile-candle": {"flashtile"},
     "flashtile-msl-standin": set(),
@@ -37,8 +37,8 @@ ALLOWED = {
     "flashtile-metal-standin": {"flashtile-msl-standin", "flashtile-objc-standin"},
 }
 
-# Tests may depend on anything.
-FREE = {"flashtile-kernel-cases"}
+# Tests and benchmarks may depend on anything.
+FREE = {"flashtile-kernel-bench", "flashtile-kernel-cases"}
 
 
 class Tree:

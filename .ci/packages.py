@@ -40,7 +40,6 @@ GATED = {
     "flashtile/struct.CudaPlan.html": "cuda",
     "flashtile/metal/index.html": "metal",
     "flashtile/struct.MetalPlan.html": "metal",
-    "flashtile_bench/struct.Simulated.html": "simulator",
     "flashtile_kernel/simulator/index.html": "simulator",
     "flashtile_testkit/struct.CudaRunner.html": "cuda",
 }

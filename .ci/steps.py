@@ -3,10 +3,9 @@
 import ctypes
 import functools
 import os
-import platform
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 
@@ -92,48 +91,6 @@ def apt(package, program):
         code, said = output("apt-get", "install", "-y", package)
         if code != 0:
             raise Skipped(f"{package} cannot be installed: {said.strip().splitlines()[-1]}")
-
-
-# Swift for Linux, from Debian's release of this name: a compiler that checks types and interprets programs.
-SWIFT_OF = "trixie"
-
-
-def swift_frontend():
-    """The command of Swift's compiler, from packages unpacked in a folder of their own, which take 2.4 GB; skips where there are none."""
-    keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
-    folder = TARGET / "ci" / "tools" / f"swift-{SWIFT_OF}"
-    if platform.machine() != "x86_64" or not shutil.which("dpkg-deb") or not os.path.exists(keys):
-        raise Skipped("Swift comes from packages of Debian for x86-64, and this is another system")
-    if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        for name in ("lists/partial", "cache/archives/partial", "root"):
-            (part / name).mkdir(parents=True)
-        (part / "status").touch()
-        (part / "sources.list").write_text(f"deb [signed-by={keys}] http://deb.debian.org/debian {SWIFT_OF} main\n")
-        settings = {
-            "Dir::State::Lists": "lists", "Dir::Cache": "cache", "Dir::Etc::SourceList": "sources.list",
-            "Dir::Etc::SourceParts": "none", "Dir::State::status": "status",
-        }
-        lines = [f'{name} "{part / value}";\n' for name, value in settings.items()]
-        (part / "apt.conf").write_text("".join(lines) + 'Debug::NoLocking "1";\nAPT::Sandbox::User "root";\n')
-        env = {"APT_CONFIG": part / "apt.conf"}
-        for command in (["update"], ["install", "-y", "--download-only", "--no-install-recommends", "swiftlang"]):
-            code, said = output("apt-get", *command, env=env)
-            if code != 0:
-                raise Skipped(f"Swift cannot be downloaded: {said.strip().splitlines()[-1]}")
-        for package in sorted((part / "cache" / "archives").glob("*.deb")):
-            code, said = output("dpkg-deb", "-x", package, part / "root")
-            if code != 0:
-                raise Failed(f"{package.name} cannot be unpacked: {said}")
-        shutil.rmtree(part / "cache")
-        shutil.rmtree(part / "lists")
-        part.rename(folder)
-    usr = folder / "root" / "usr"
-    libraries, swift = usr / "lib" / "x86_64-linux-gnu", usr / "libexec" / "swift"
-    paths = [swift / "lib" / "swift" / "linux", swift / "lib" / "swift" / "host", swift / "lib" / "swift" / "host" / "compiler", libraries]
-    loader = [libraries / "ld-linux-x86-64.so.2", "--argv0", "swift-frontend", "--library-path", ":".join(map(str, paths))]
-    return [*loader, swift / "bin" / "swift-frontend", "-frontend", "-resource-dir", swift / "lib" / "swift", "-sdk", folder / "root"]
 
 
 @functools.cache
@@ -341,73 +298,21 @@ def tests():
     return test("tests", "--workspace", "--all-features", "--")
 
 
-# The grammar of Swift, and what parses by it.
-TREE_SITTER = ["tree-sitter==0.26.1", "tree-sitter-swift==0.7.4"]
-
-# Swift that `flashtile kernels export` writes: a test compares it with what the program writes.
-EXPORTED = ROOT / "cli" / "tests" / "exports" / "FlashtileKernels.swift"
-
-
-def swift_example():
-    """The program of docs/kernels-export.md."""
-    return re.search(r"```swift\n(.*?)```", (ROOT / "docs" / "kernels-export.md").read_text(), re.DOTALL)[1]
-
-
-@step("swift-syntax", "exported Swift, parsed")
-def swift_syntax():
-    program = """
-import sys, tree_sitter, tree_sitter_swift
-parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_swift.language()))
-for text in sys.stdin.read().split(chr(0)):
-    # A brace too few is found.
-    for source, is_wrong in ((text, False), (text.replace("}", "", 1), True)):
-        if parser.parse(source.encode()).root_node.has_error != is_wrong:
-            sys.exit(f"{'a missing brace is not found in' if is_wrong else 'errors in'} {source[:200]}")
-"""
-    paths = os.pathsep.join(str(pip(package)) for package in TREE_SITTER)
-    sources = "\0".join([EXPORTED.read_text(), swift_example()])
-    said = subprocess.run([sys.executable, "-c", program], input=sources, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    if said.returncode != 0:
-        raise Failed(said.stderr.strip())
-
-
-@step("swift", "exported Swift: types, and launches on a device that records them", full=True)
-def swift():
-    frontend = swift_frontend()
-    tests = ROOT / "cli" / "tests" / "swift"
-
-    def compiled(*arguments):
-        code, said = output(*frontend, *arguments)
-        if code != 0:
-            print(said)
-            raise Failed(f"status {code} of swift-frontend {' '.join(map(str, arguments))}")
-        return said
-
-    with Scratch() as folder:
-        every = folder / "every"
-        run("cargo", "run", "--locked", "-q", "-p", "flashtile-cli", "--", "kernels", "export", every, "--target", "metal", quiet=True)
-        (folder / "Example.swift").write_text(swift_example())
-        (folder / "Nothing.swift").write_text("")
-        # A function that Metal does not have, which must be found.
-        (folder / "Planted.swift").write_text(EXPORTED.read_text().replace("encoder.setBuffer(", "encoder.setBuffers(", 1))
-        # A program that is interpreted has the declarations in its own module.
-        nothing = folder / "nothing"
-        nothing.mkdir()
-        for module in ("Metal", "Foundation"):
-            emit = ["-emit-module", "-parse-as-library", "-module-name", module]
-            compiled(*emit, "-o", folder / f"{module}.swiftmodule", tests / f"{module}.swift")
-            compiled(*emit, "-o", nothing / f"{module}.swiftmodule", folder / "Nothing.swift")
-        for mode in ("5", "6"):
-            check = ["-typecheck", "-swift-version", mode, "-module-name", "Kernels", "-I", folder]
-            for source in (EXPORTED, every / EXPORTED.name):
-                compiled(*check, source, folder / "Example.swift")
-            if "has no member 'setBuffers'" not in output(*frontend, *check, folder / "Planted.swift")[1]:
-                raise Failed("a call of a function that Metal does not have passes")
-        sources = [tests / "main.swift", EXPORTED, tests / "Metal.swift", tests / "Foundation.swift"]
-        said = compiled("-interpret", "-module-name", "main", "-I", nothing, *sources)
-        if "exported Swift does what its manifest says" not in said:
-            print(said)
-            raise Failed("main.swift ends before its last line")
+@step("bars", "documentation: pictures of recorded rows are what benches/bars.py draws")
+def bars():
+    pages = "".join((ROOT / "docs" / page).read_text() for page in ("cli.md", "gallery.md"))
+    commands = re.findall(r"^benches/bars.py (?:.*\\\n)*.*", pages, re.M)
+    for command in commands:
+        words = shlex.split(command.replace("\\\n", " "))
+        picture = ROOT / words.pop(words.index("--svg") + 1)
+        with Scratch() as folder:
+            words.insert(words.index("--svg") + 1, folder / picture.name)
+            run(sys.executable, "-B", *words)
+            if (folder / picture.name).read_text() != picture.read_text():
+                raise Failed(f"{picture} is not what its command draws")
+    if len(commands) < 3:
+        raise Failed(f"{len(commands)} commands of benches/bars.py in docs/")
+    return f"{len(commands)} pictures"
 
 
 @step("serve", "example: serve")

@@ -29,7 +29,7 @@ WORDS = [
     (r"\bslots\b(?!:)|\b(parts|sums) left\b", "partial_out, partials", KERNELS),
     (r"\bItem\b(?! =)|\bitems?\b", "work_tile", KERNELS),
     (r"\bweights\b", "p, probs", ALL),
-    (r"\bclass(es)?\b|\bclassif\w*", "mask_tile: Skip, Full, Partial", r"^(crates/(bench|core|cpu|gpu|cuda|testkit)|cli|src|tests)/|^docs/"),
+    (r"\bclass(es)?\b|\bclassif\w*", "mask_tile: Skip, Full, Partial", r"^(benches/kernels|crates/(core|cpu|gpu|cuda|testkit)|cli|src|tests)/|^docs/"),
     (r"\b[Cc]entr(e|ed|es|ing)\b", "k_mean, centered", ALL),
     (r"\btaken out\b", "subtracted, removed", ALL),
     (r"\bis_number\b|\bPath::Numbers\b", "is_fp8, dequant_f32", ALL),

@@ -4,7 +4,7 @@
 #   benches/cpu.sh FLASHTILE [OUT]
 #
 # FLASHTILE is a release binary. Rows go to OUT (default: bench-cpu) as JSON lines and tables; OUT/rows.jsonl has all of them, which
-# `flashtile bench --from OUT/rows.jsonl --svg FILE` draws. Variables:
+# `benches/bars.py OUT/rows.jsonl --svg FILE` draws. Variables:
 #
 #   CPUS=0,1     the processors
 #   PEERS=LIST   of torch,llama,onnx,candle (default: all), which benches/peers/run.py installs; PEERS= measures none
@@ -56,7 +56,6 @@ small=$(tr , '\n' <<< "$dims" | { grep -xE '32|64' || true; } | paste -sd,)
 [ -z "$decoded" ] || shape decode-int8 '"contiguous int8"' decode --seq "$peer_cached" --head-dim "$decoded" --dtype f32 --cache contiguous --codec int8
 shape prefill-avx2 '' prefill --isa avx2 --seq 2048 --head-dim "$dims"
 [ -z "$decoded" ] || shape decode-avx2 '' decode --isa avx2 --seq "$cached" --head-dim "$decoded"
-shape visibility '' visibility
 if [ -s "$out/missing.txt" ]; then
     echo "These peers have no rows, or not all:" >&2
     cat "$out/missing.txt" >&2

@@ -10,7 +10,7 @@
 # except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the building blocks of Hopper's kernels if UNIT_TESTS
 # names the unit tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS names a folder with its wheel, pytest
 # and what that needs; transformers there are tested too. With WHEELS, the Python package and its peers are also measured in turns.
-# The step prefill runs the benchmark benches/packed.rs if PACKED names its binary.
+# The step prefill runs the benchmark benches/packed.rs if PACKED names its binary, the step kernels benches/kernels if KERNELS does.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
@@ -195,7 +195,11 @@ fi
 
 if wants kernels; then
     step "kernels of the kernel language: what they move, and their times beside a copy"
-    "$flashtile" bench kernels --backend cuda --json-lines "$out/kernels.jsonl" | tee "$out/kernels.txt"
+    if [ -n "${KERNELS:-}" ]; then
+        "$KERNELS" --cuda 0 --json-lines "$out/kernels.jsonl" | tee "$out/kernels.txt"
+    else
+        echo "SKIPPED: each kernel by itself: KERNELS names no binary"
+    fi
 fi
 
 if wants start; then

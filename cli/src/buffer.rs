@@ -7,50 +7,38 @@ use half::{bf16, f16};
 use memmap2::MmapMut;
 use rayon::prelude::*;
 
-/// Bytes that a thread copies at once.
+/// Bytes or elements that a thread copies at once.
 const CHUNK: usize = 1 << 16;
 
 /// Owned bytes, initially zero, aligned for every dtype.
 #[derive(Debug)]
 pub(crate) struct Buffer {
-    memory: Memory,
+    /// At least one byte.
+    memory: MmapMut,
     len: usize,
-}
-
-#[derive(Debug)]
-enum Memory {
-    Words(Vec<u64>),
-    Mapped(MmapMut),
+    is_pool: bool,
 }
 
 impl Buffer {
     /// # Errors
     /// If the allocation fails.
     pub(crate) fn zeroed(len: usize) -> Result<Self> {
-        let mut words = Vec::new();
-        let count = len.div_ceil(size_of::<u64>());
-        words
-            .try_reserve_exact(count)
-            .map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
-        words.resize(count, 0);
-        Ok(Self { memory: Memory::Words(words), len })
+        let memory = MmapMut::map_anon(len.max(1));
+        let memory = memory.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+        Ok(Self { memory, len, is_pool: false })
     }
 
     /// A buffer for `count` elements in the kind of memory that pools of caches have: in huge pages, if the system
     /// supports them.
     pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
-        let len = count.checked_mul(dtype.bytes());
-        let len = len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?;
-        if len == 0 { Self::zeroed(0) } else { Self::mapped(len) }
+        Ok(Self::elements(dtype, count)?.into_pool())
     }
 
-    fn mapped(len: usize) -> Result<Self> {
-        let map = MmapMut::map_anon(len);
-        let map = map.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+    fn into_pool(self) -> Self {
         // Other systems use small pages.
         #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Self { memory: Memory::Mapped(map), len })
+        let _ = self.memory.advise(memmap2::Advice::HugePage);
+        Self { is_pool: true, ..self }
     }
 
     /// A buffer for `count` elements.
@@ -61,10 +49,10 @@ impl Buffer {
 
     /// A copy in memory of the same kind.
     pub(crate) fn copy(&self) -> Result<Self> {
-        let mut buffer = match &self.memory {
-            Memory::Words(_) => Self::zeroed(self.len)?,
-            Memory::Mapped(_) => Self::mapped(self.len)?,
-        };
+        let mut buffer = Self::zeroed(self.len)?;
+        if self.is_pool {
+            buffer = buffer.into_pool();
+        }
         // By all threads: pages are placed near the thread that touches them first.
         let chunks = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
         chunks.for_each(|(into, from)| into.copy_from_slice(from));
@@ -78,17 +66,11 @@ impl Buffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        match &self.memory {
-            Memory::Words(words) => &bytemuck::cast_slice(words)[..self.len],
-            Memory::Mapped(map) => map,
-        }
+        &self.memory[..self.len]
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.memory {
-            Memory::Words(words) => &mut bytemuck::cast_slice_mut(words)[..self.len],
-            Memory::Mapped(map) => map,
-        }
+        &mut self.memory[..self.len]
     }
 
     /// The bytes as f32 elements.

@@ -163,37 +163,30 @@ fn center(cache: &mut KvCache, operands: &Operands<'_>) -> Result<()> {
     }
 }
 
+/// Indices of rows `[batch, heads, rows]`, in the order of attention over a cache: `[batch * rows, heads]`.
+fn indices([batch, heads, rows]: [usize; 3]) -> impl Iterator<Item = usize> {
+    let of_token = move |b, i| (0..heads).map(move |h| (b * heads + h) * rows + i);
+    (0..batch).flat_map(move |b| (0..rows).flat_map(move |i| of_token(b, i)))
+}
+
 /// Queries of `[batch, heads, rows, dim]` as `[batch * rows, heads, dim]`.
 fn packed(operands: &Operands<'_>) -> Result<Buffer> {
     let dims = operands.problem.dims();
     let row = dims.head_dim * operands.problem.dtype().bytes();
     let from = operands.q_bytes();
     let mut buffer = Buffer::zeroed(from.len())?;
-    let mut rows = buffer.bytes_mut().chunks_exact_mut(row);
-    for b in 0..dims.batch {
-        for i in 0..dims.q_len {
-            for h in 0..dims.q_heads {
-                let at = ((b * dims.q_heads + h) * dims.q_len + i) * row;
-                if let Some(into) = rows.next() {
-                    into.copy_from_slice(&from[at..at + row]);
-                }
-            }
-        }
+    let rows = buffer.bytes_mut().chunks_exact_mut(row);
+    for (into, at) in rows.zip(indices([dims.batch, dims.q_heads, dims.q_len])) {
+        into.copy_from_slice(&from[at * row..][..row]);
     }
     Ok(buffer)
 }
 
 /// Copies rows `[total, heads]` of `size` bytes each, the order of attention over a cache, to the order `[batch,
 /// heads, rows]`.
-pub(crate) fn unpack(packed: &[u8], into: &mut [u8], [batch, heads, rows]: [usize; 3], size: usize) {
-    for b in 0..batch {
-        for h in 0..heads {
-            for i in 0..rows {
-                let from = ((b * rows + i) * heads + h) * size;
-                let to = ((b * heads + h) * rows + i) * size;
-                into[to..to + size].copy_from_slice(&packed[from..from + size]);
-            }
-        }
+pub(crate) fn unpack(packed: &[u8], into: &mut [u8], shape: [usize; 3], size: usize) {
+    for (from, at) in packed.chunks_exact(size).zip(indices(shape)) {
+        into[at * size..][..size].copy_from_slice(from);
     }
 }
 

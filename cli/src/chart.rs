@@ -97,30 +97,25 @@ impl Panel {
         let legend_end = self.draw_legend(svg, top + 50.0);
         let area = Rect { left: LEFT, top: legend_end, width: svg::WIDTH - LEFT - RIGHT, height: HEIGHT };
         self.draw_axes(svg, area);
-        let mut taken = Taken { area, labels: Vec::new(), segments: Vec::new(), points: Vec::new() };
         if let Some((level, _)) = &self.level {
             let y = place(self, area, (self.x.low, *level)).y;
-            let line = [Point { x: area.left, y }, Point { x: area.right(), y }];
-            svg.path(MUTED, 1.5, &line);
-            taken.segments.push(line);
+            svg.path(MUTED, 1.5, &[Point { x: area.left, y }, Point { x: area.right(), y }]);
         }
         for (line, colour) in self.lines.iter().zip(COLOURS.iter().cycle()) {
-            self.draw_line(svg, line, colour, &mut taken);
+            self.draw_line(svg, line, colour, area);
         }
         let chosen: Vec<Point> = self.chosen.iter().map(|mark| place(self, area, mark.at)).collect();
         svg.path(INK, 1.0, &chosen);
-        taken.segments.extend(chosen.windows(2).map(|two| [two[0], two[1]]));
         for (nth, at) in chosen.iter().enumerate() {
             chosen_dot(svg, nth, *at);
-            taken.points.push(*at);
         }
         if let Some((level, label)) = &self.level {
             let at = place(self, area, (self.x.low, *level));
-            taken.label(svg, Words::new(label, at.x, at.y).coloured(MUTED));
+            draw_label(svg, area, at, Words::new(label, at.x, at.y).coloured(MUTED));
         }
         for mark in &self.names {
             let at = place(self, area, mark.at);
-            taken.label(svg, Words::new(&mark.label, at.x, at.y));
+            draw_label(svg, area, at, Words::new(&mark.label, at.x, at.y));
         }
         area.bottom() + 56.0
     }
@@ -167,15 +162,11 @@ impl Panel {
         svg.upwards(self.y.name, Point { x: 20.0, y: area.top + area.height / 2.0 });
     }
 
-    fn draw_line(&self, svg: &mut Svg, line: &Line, colour: &str, taken: &mut Taken) {
-        let points: Vec<Point> = line.points.iter().map(|of| place(self, taken.area, *of)).collect();
+    fn draw_line(&self, svg: &mut Svg, line: &Line, colour: &str, area: Rect) {
+        let points: Vec<Point> = line.points.iter().map(|of| place(self, area, *of)).collect();
         svg.path(colour, 2.0, &points);
-        taken.segments.extend(points.windows(2).map(|two| [two[0], two[1]]));
-        let apart = line.apart.iter().map(|of| place(self, taken.area, *of));
-        for at in points.iter().copied().chain(apart) {
-            dot(svg, line, colour, at);
-            taken.points.push(at);
-        }
+        let apart = line.apart.iter().map(|of| place(self, area, *of));
+        points.iter().copied().chain(apart).for_each(|at| dot(svg, line, colour, at));
     }
 }
 
@@ -205,135 +196,20 @@ fn chosen_dot(svg: &mut Svg, nth: usize, at: Point) {
     }
 }
 
-/// What labels must not cover.
-struct Taken {
-    area: Rect,
-    labels: Vec<Rect>,
-    segments: Vec<[Point; 2]>,
-    points: Vec<Point>,
-}
+/// Distance of a label from its point.
+const APART: f64 = 8.0;
 
-impl Taken {
-    /// Draws words near their point, at the nearest place where they cover nothing; without one, where they cover
-    /// least.
-    fn label(&mut self, svg: &mut Svg, words: Words<'_>) {
-        let width = svg::width(words.text, words.size);
-        let at = words.at;
-        let mut best: Option<(usize, Rect)> = None;
-        'search: for distance in [9.0, 18.0, 30.0, 44.0, 60.0, 80.0] {
-            let (right, left) = (at.x + distance, at.x - distance - width);
-            let (middle, above, below) = (at.y - SIZE / 2.0, at.y - distance - SIZE, at.y + distance);
-            let centered = at.x - width / 2.0;
-            let places = [
-                (right, middle),
-                (right, above + SIZE / 2.0),
-                (right, below - SIZE / 2.0),
-                (centered, above),
-                (centered, below),
-                (left, above + SIZE / 2.0),
-                (left, below - SIZE / 2.0),
-                (left, middle),
-            ];
-            for (left, top) in places {
-                let rect = Rect { left, top, width, height: SIZE };
-                let covered = self.covered(&rect);
-                if best.as_ref().is_none_or(|(least, _)| covered < *least) {
-                    best = Some((covered, rect));
-                }
-                if covered == 0 {
-                    break 'search;
-                }
-            }
-        }
-        if let Some((_, rect)) = best {
-            let at = Point { x: rect.left, y: rect.bottom() - 2.0 };
-            svg.words(&Words { at, ..words }.on_page());
-            self.labels.push(rect);
-        }
-    }
-
-    /// Number of shapes that a label would cover; outside the area, more than any number of them.
-    fn covered(&self, label: &Rect) -> usize {
-        let Rect { left, top, .. } = *label;
-        let around =
-            Rect { left: left - 3.0, top: top - 2.0, width: label.width + 6.0, height: label.height + 4.0 };
-        let inside = around.left >= self.area.left
-            && around.right() <= self.area.right()
-            && around.top >= self.area.top
-            && around.bottom() <= self.area.bottom();
-        let points = self.points.iter().map(|at| Rect {
-            left: at.x - 5.0,
-            top: at.y - 5.0,
-            width: 10.0,
-            height: 10.0,
-        });
-        let covered = self.labels.iter().filter(|other| around.overlaps(other)).count()
-            + points.filter(|point| around.overlaps(point)).count()
-            + self.segments.iter().filter(|segment| crosses(segment, &around)).count();
-        if inside { covered } else { usize::MAX / 2 + covered }
-    }
-}
-
-/// Whether a line segment has a point inside a rectangle: it is clipped at each of the four sides in turn.
-fn crosses([from, to]: &[Point; 2], rect: &Rect) -> bool {
-    let (mut start, mut end) = (0.0f64, 1.0f64);
-    let (dx, dy) = (to.x - from.x, to.y - from.y);
-    for (along, room) in [
-        (-dx, from.x - rect.left),
-        (dx, rect.right() - from.x),
-        (-dy, from.y - rect.top),
-        (dy, rect.bottom() - from.y),
-    ] {
-        if along == 0.0 {
-            if room < 0.0 {
-                return false;
-            }
-        } else if along < 0.0 {
-            start = start.max(room / along);
-        } else {
-            end = end.min(room / along);
-        }
-    }
-    start < end
+/// Draws words above a point, to its right or, where the area ends, to its left: lines of errors and of speed leave that place free.
+fn draw_label(svg: &mut Svg, area: Rect, at: Point, words: Words<'_>) {
+    let is_inside = at.x + APART + svg::width(words.text, words.size) <= area.right();
+    let (x, anchor) = if is_inside { (at.x + APART, Anchor::Start) } else { (at.x - APART, Anchor::End) };
+    let at = Point { x, y: at.y - APART };
+    svg.words(&Words { at, anchor, ..words }.on_page());
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn segments_cross_rectangles() {
-        let rect = Rect { left: 0.0, top: 0.0, width: 10.0, height: 4.0 };
-        let crossing = |x0, y0, x1, y1| crosses(&[Point { x: x0, y: y0 }, Point { x: x1, y: y1 }], &rect);
-        assert!(
-            crossing(-5.0, -5.0, 15.0, 9.0) && crossing(5.0, -1.0, 5.0, 9.0) && crossing(1.0, 1.0, 2.0, 2.0)
-        );
-        assert!(
-            !crossing(-5.0, 2.0, -1.0, 2.0)
-                && !crossing(0.0, 5.0, 10.0, 5.0)
-                && !crossing(8.0, -4.0, 14.0, 2.0)
-        );
-    }
-
-    #[test]
-    fn labels_keep_off_lines_and_each_other() {
-        let area = Rect { left: 0.0, top: 0.0, width: 400.0, height: 300.0 };
-        let level = [Point { x: 0.0, y: 150.0 }, Point { x: 400.0, y: 150.0 }];
-        let mut taken = Taken { area, labels: Vec::new(), segments: vec![level], points: Vec::new() };
-        let mut svg = Svg::new("", "");
-        for x in [10.0, 50.0, 90.0, 380.0] {
-            taken.points.push(Point { x, y: 150.0 });
-        }
-        for x in [10.0, 50.0, 90.0, 380.0] {
-            taken.label(&mut svg, Words::new("a label", x, 150.0));
-        }
-        let labels = std::mem::take(&mut taken.labels);
-        assert_eq!(labels.len(), 4);
-        for (n, label) in labels.iter().enumerate() {
-            assert_eq!(taken.covered(label), 0, "{label:?}");
-            assert!(labels[n + 1..].iter().all(|other| !label.overlaps(other)), "{labels:?}");
-        }
-    }
 
     #[test]
     fn ticks_of_logarithms() {

@@ -10,7 +10,7 @@ use crate::kv::KvArgs;
 use crate::plan::PlanArgs;
 use crate::report;
 use crate::run::RunArgs;
-use crate::shell::{CompletionsArgs, ManArgs};
+use crate::shell::CompletionsArgs;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsStr;
@@ -34,11 +34,10 @@ pub(crate) enum Command {
     Kv(KvArgs),
     Info(InfoArgs),
     Bench(BenchArgs),
-    /// List the kernels of the kernel language, print them as Metal, CUDA or Rust, and export them for Swift
+    /// List the kernels of the kernel language, print them as Metal, CUDA or Rust, and export them for other programs
     #[command(subcommand)]
     Kernels(KernelsCommand),
     Completions(CompletionsArgs),
-    Man(ManArgs),
 }
 
 /// The parser's error message without usage, on one line, with what was probably meant.

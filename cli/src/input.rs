@@ -7,10 +7,10 @@ use crate::report;
 use memmap2::Mmap;
 use rawzip::{ZipArchive, ZipSliceArchive};
 use safetensors::tensor::Dtype;
-use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -56,23 +56,11 @@ impl NpyFile {
 /// Opens a regular file to read: opening or reading anything else, such as a pipe, might block or have side effects.
 pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-    let regular = |found: std::io::Result<Metadata>| match found {
-        Ok(found) if found.is_file() => Ok(()),
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_file() => File::open(path).map_err(|e| refuse(&e)),
         Ok(_) => Err(refuse(&format_args!("not a regular file, expected {expected}"))),
         Err(e) => Err(refuse(&e)),
-    };
-    regular(std::fs::metadata(path))?;
-    let mut options = File::options();
-    options.read(true);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::OpenOptionsExt;
-        // Another process may have replaced it by a pipe since.
-        options.custom_flags(libc::O_NONBLOCK);
     }
-    let file = options.open(path).map_err(|e| refuse(&e))?;
-    regular(file.metadata())?;
-    Ok(file)
 }
 
 /// Maps a file.
@@ -176,7 +164,8 @@ impl<'p> Mapped<'p> {
         let metadata: safetensors::tensor::Metadata =
             serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
         // The parser keeps the last of several tensors with the same name.
-        serde_json::from_slice::<DistinctNames>(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
+        let mut parser = serde_json::Deserializer::from_slice(header);
+        parser.deserialize_map(DistinctNames).map_err(|e| refuse(&format_args!("header: {e}")))?;
         if metadata.data_len() != data.len() {
             let (expected, got) = (metadata.data_len(), data.len());
             let got = report::counted(got, "byte");
@@ -195,35 +184,24 @@ impl<'p> Mapped<'p> {
     }
 }
 
-/// A header in which no name is repeated.
+/// Visits a header in which no name is repeated.
 struct DistinctNames;
 
-impl<'de> Deserialize<'de> for DistinctNames {
-    fn deserialize<D: Deserializer<'de>>(header: D) -> std::result::Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
-            type Value = DistinctNames;
+impl<'de> Visitor<'de> for DistinctNames {
+    type Value = ();
 
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an object with a member for each tensor")
-            }
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an object with a member for each tensor")
+    }
 
-            fn visit_map<A: MapAccess<'de>>(
-                self,
-                mut members: A,
-            ) -> std::result::Result<Self::Value, A::Error> {
-                let mut names = BTreeSet::new();
-                while let Some(name) = members.next_key::<String>()? {
-                    members.next_value::<IgnoredAny>()?;
-                    if names.contains(&name) {
-                        return Err(A::Error::custom(format_args!("tensor {name} is listed twice")));
-                    }
-                    names.insert(name);
-                }
-                Ok(DistinctNames)
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> std::result::Result<(), A::Error> {
+        let mut names = BTreeSet::new();
+        while let Some((name, _)) = members.next_entry::<String, IgnoredAny>()? {
+            if let Some(name) = names.replace(name) {
+                return Err(A::Error::custom(format_args!("tensor {name} is listed twice")));
             }
         }
-        header.deserialize_map(Names)
+        Ok(())
     }
 }
 

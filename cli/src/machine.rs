@@ -185,52 +185,32 @@ pub(crate) struct Limit {
     pub(crate) kind: LimitKind,
     /// Flop/s or bytes/s.
     pub(crate) rate: f64,
-    products: Products,
-}
-
-/// What multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Products {
-    /// Multiply-adds of vectors or threads.
-    Fma,
-    /// The matrix unit of NVIDIA, by products of warps.
-    Mma,
-    /// The same by products of warpgroups, of Hopper.
-    Wgmma,
-    /// Matrices of 8x8 held by a SIMD group, of Apple.
-    Simdgroup,
+    /// The instructions that multiply, or how memory is accessed.
+    by: &'static str,
 }
 
 impl Limit {
     /// Measures a rate: multiply-adds, or reads from memory.
     pub(crate) fn measure(kind: LimitKind, unit: &Unit) -> Result<Self> {
-        let (rate, products) = match (unit, kind) {
-            (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => {
-                (limits::fma_peak(isa, threads), Products::Fma)
-            }
-            (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => {
-                (limits::read_bandwidth(threads), Products::Fma)
-            }
+        let (rate, by) = match (unit, kind) {
+            (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => (limits::fma_peak(isa, threads), "FMA"),
+            (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => (limits::read_bandwidth(threads), "read"),
             (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => {
                 let peak = cuda::limits::matrix_peak(cuda, *dtype)?;
-                let products = match peak.unit {
-                    ProductUnit::Wgmma => Products::Wgmma,
-                    ProductUnit::MmaSync => Products::Mma,
-                    _ => Products::Fma,
+                let by = match peak.unit {
+                    ProductUnit::Wgmma => "wgmma",
+                    ProductUnit::MmaSync => "mma.sync",
+                    _ => "FMA",
                 };
-                (peak.rate, products)
+                (peak.rate, by)
             }
-            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => {
-                (cuda::limits::read_bandwidth(cuda)?, Products::Mma)
-            }
+            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (cuda::limits::read_bandwidth(cuda)?, "read"),
             (Unit::Metal(metal, dtype), LimitKind::Arithmetic) => {
-                (metal::matrix_peak(metal, *dtype)?, Products::Simdgroup)
+                (metal::matrix_peak(metal, *dtype)?, "simdgroup matrix")
             }
-            (Unit::Metal(metal, _), LimitKind::Bandwidth) => {
-                (metal::copy_bandwidth(metal)?, Products::Simdgroup)
-            }
+            (Unit::Metal(metal, _), LimitKind::Bandwidth) => (metal::copy_bandwidth(metal)?, "copy"),
         };
-        Ok(Self { kind, rate, products })
+        Ok(Self { kind, rate, by })
     }
 
     /// Measures the rate that bounds the time of the work.
@@ -265,19 +245,8 @@ impl Limit {
 impl std::fmt::Display for Limit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.kind {
-            LimitKind::Arithmetic => {
-                let unit = match self.products {
-                    Products::Fma => "FMA",
-                    Products::Mma => "mma.sync",
-                    Products::Wgmma => "wgmma",
-                    Products::Simdgroup => "simdgroup matrix",
-                };
-                write!(f, "{unit} peak {}", report::flop_rate(self.rate))
-            }
-            LimitKind::Bandwidth => {
-                let of = if self.products == Products::Simdgroup { "copy" } else { "read" };
-                write!(f, "{of} bandwidth {}", report::byte_rate(self.rate))
-            }
+            LimitKind::Arithmetic => write!(f, "{} peak {}", self.by, report::flop_rate(self.rate)),
+            LimitKind::Bandwidth => write!(f, "{} bandwidth {}", self.by, report::byte_rate(self.rate)),
         }
     }
 }

@@ -66,7 +66,6 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Kernels(command) => kernels::run(command),
         Command::Completions(args) => shell::completions(args, Cli::command()),
-        Command::Man(args) => shell::man(args, Cli::command()),
     })
 }
 

@@ -4,7 +4,6 @@ use crate::escape::escaped;
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Mapped};
 use crate::report;
-use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Names that tensors are read under, and their aliases in files.
@@ -77,7 +76,7 @@ pub(crate) fn group<'n>(
         }
     }
     let mut groups: Vec<Names> = groups.into_values().collect();
-    groups.sort_by(|a, b| natural(&a.prefix, &b.prefix));
+    groups.sort_by_cached_key(|names| natural(&names.prefix));
     Ok((groups, others))
 }
 
@@ -98,26 +97,11 @@ fn resolve<'n>(
     Ok(names)
 }
 
-/// Order of names in which numbers compare as numbers: layer 2 comes before layer 10.
-fn natural(a: &str, b: &str) -> Ordering {
-    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).count();
-    let (mut a, mut b) = (a, b);
-    while let (Some(x), Some(y)) = (a.chars().next(), b.chars().next()) {
-        let (m, n) = (number(a), number(b));
-        if m > 0 && n > 0 {
-            let (left, right) = (a[..m].trim_start_matches('0'), b[..n].trim_start_matches('0'));
-            let order = left.len().cmp(&right.len()).then_with(|| left.cmp(right));
-            if order.is_ne() {
-                return order;
-            }
-            (a, b) = (&a[m..], &b[n..]);
-        } else if x == y {
-            (a, b) = (&a[x.len_utf8()..], &b[y.len_utf8()..]);
-        } else {
-            return x.cmp(&y);
-        }
-    }
-    a.len().cmp(&b.len())
+/// A name whose order is that of its numbers: layer 2 comes before layer 10.
+fn natural(name: &str) -> String {
+    let chars: Vec<char> = name.chars().collect();
+    let parts = chars.chunk_by(|a, b| a.is_ascii_digit() && b.is_ascii_digit());
+    parts.map(|part| format!("{:0>24}", part.iter().collect::<String>())).collect()
 }
 
 /// The tensors of a file, or of the layer with a prefix, under the names that they are read under.
@@ -267,7 +251,7 @@ mod tests {
     #[test]
     fn numbers_are_in_order() {
         let mut names = vec!["layer.10", "layer.9", "layer.2.x", "layer.02", "a", "layer.", "b9c", "b9"];
-        names.sort_by(|a, b| natural(a, b));
+        names.sort_by_key(|name| natural(name));
         assert_eq!(names, ["a", "b9", "b9c", "layer.", "layer.02", "layer.2.x", "layer.9", "layer.10"]);
     }
 }

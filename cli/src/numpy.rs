@@ -4,12 +4,11 @@
 
 use crate::buffer::{Buffer, Bytes};
 use crate::report;
-use miniz_oxide::inflate::stream::{InflateState, inflate};
-use miniz_oxide::{DataFormat, MZFlush, MZStatus};
+use miniz_oxide::inflate::decompress_to_vec_with_limit;
 use rawzip::{CompressionMethod, ZipSliceArchive, ZipSliceEntry};
 use safetensors::tensor::Dtype;
+use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::io::{Error, ErrorKind, Read};
 
 /// The first bytes of an `.npy` file.
 const NPY: &[u8] = b"\x93NUMPY";
@@ -64,178 +63,75 @@ pub(crate) struct Array<'a> {
 /// Says what is wrong with it: another format, Fortran order of more than one axis, a dtype that attention has no use
 /// for, a size that does not fit the shape.
 pub(crate) fn array(bytes: &[u8]) -> Result<Array<'_>, String> {
-    let mut data = bytes;
-    let header = Header::read(&mut data)?;
-    header.check_size(data.len() as u64)?;
-    let Header { dtype, shape, .. } = header;
+    let Some(([major, minor], rest)) = bytes.strip_prefix(NPY).and_then(|rest| rest.split_first_chunk())
+    else {
+        return Err("not an .npy file".to_owned());
+    };
+    // Version 1.0 has a length of two bytes, later ones of four.
+    let width = match (major, minor) {
+        (1, 0) => 2,
+        (2 | 3, 0) => 4,
+        _ => return Err(format!(".npy format {major}.{minor}, expected 1.0, 2.0 or 3.0")),
+    };
+    let cut = "the file ends in the header of the array";
+    let (stored, rest) = rest.split_at_checked(width).ok_or(cut)?;
+    let mut length = [0; 4];
+    length[..width].copy_from_slice(stored);
+    let length = u32::from_le_bytes(length);
+    if length > MAX_HEADER {
+        return Err(format!("header of {length} bytes, expected at most {MAX_HEADER}"));
+    }
+    let (text, data) = rest.split_at_checked(length as usize).ok_or(cut)?;
+    let (dtype, shape) = header(std::str::from_utf8(text).map_err(|_| "the header is not text")?)?;
+    let size = shape.iter().try_fold(dtype.bitsize() / 8, |n, axis| n.checked_mul(*axis));
+    if size != Some(data.len()) {
+        let (bytes, shape) = (data.len(), report::shape(&shape));
+        return Err(format!("{bytes} bytes of data do not fit shape {shape} of {dtype:?}"));
+    }
     Ok(Array { dtype, shape, bytes: Bytes::Borrowed(data) })
 }
 
 /// Longest header that is parsed. Headers of arrays of numbers have about a hundred bytes.
 const MAX_HEADER: u32 = 1 << 16;
 
-/// Bytes of the header that precede its text in version 1.0.
-const PREFIX: u64 = 10;
+/// Parses the dictionary of a header, which has three keys and nothing else.
+fn header(text: &str) -> Result<(Dtype, Vec<usize>), String> {
+    let keys = "the header is no dictionary of descr, fortran_order and shape";
+    let dict: Dict = serde_json::from_str(&json(text)).map_err(|e| format!("{keys}: {e}"))?;
+    let Dict { descr, fortran_order, shape } = dict;
+    let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
+    let dtype = dtype.ok_or_else(|| unknown(&descr))?;
+    // With one axis longer than 1, both orders are the same.
+    if fortran_order && shape.iter().filter(|n| **n > 1).count() > 1 {
+        return Err("in Fortran order, expected C order: numpy.ascontiguousarray".to_owned());
+    }
+    Ok((dtype, shape))
+}
 
-/// The header of an `.npy` file.
-struct Header {
-    dtype: Dtype,
+/// The text of a header. Records have a list as `descr`, which is refused.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Dict {
+    descr: String,
+    fortran_order: bool,
     shape: Vec<usize>,
-    /// Bytes of the header.
-    len: u64,
 }
 
-impl Header {
-    /// Reads a header, and nothing behind it.
-    fn read(file: &mut impl Read) -> Result<Self, String> {
-        let cut = |e: Error| match e.kind() {
-            ErrorKind::UnexpectedEof => "the file ends in the header of the array".to_owned(),
-            _ => e.to_string(),
-        };
-        let mut first = [0; 8];
-        // Shorter files are no arrays either.
-        let found = file.read_exact(&mut first);
-        let Some([major, minor]) = first.strip_prefix(NPY).filter(|_| found.is_ok()) else {
-            return Err(match found {
-                Err(e) if e.kind() != ErrorKind::UnexpectedEof => e.to_string(),
-                _ => "not an .npy file".to_owned(),
-            });
-        };
-        // Version 1.0 has a length of two bytes, later ones of four.
-        let width = match (major, minor) {
-            (1, 0) => 2,
-            (2 | 3, 0) => 4,
-            _ => return Err(format!(".npy format {major}.{minor}, expected 1.0, 2.0 or 3.0")),
-        };
-        let mut length = [0; 4];
-        file.read_exact(&mut length[..width]).map_err(cut)?;
-        let length = u32::from_le_bytes(length);
-        if length > MAX_HEADER {
-            return Err(format!("header of {length} bytes, expected at most {MAX_HEADER}"));
+/// A dictionary in Python's syntax as JSON: other quotes, brackets and truths, and no comma behind the last element.
+fn json(dict: &str) -> String {
+    let mut json = String::with_capacity(dict.len());
+    for c in dict.replace("True", "true").replace("False", "false").chars() {
+        if c == ')' || c == '}' {
+            json.truncate(json.trim_end().trim_end_matches(',').len());
         }
-        let mut text = vec![0; length as usize];
-        file.read_exact(&mut text).map_err(cut)?;
-        let text = String::from_utf8(text).map_err(|_| "the header is not text")?;
-        let len = PREFIX + width as u64 - 2 + u64::from(length);
-        Self::parse(&text, len)
+        json.push(match c {
+            '\'' => '"',
+            '(' => '[',
+            ')' => ']',
+            other => other,
+        });
     }
-
-    /// Parses a dictionary in Python's syntax, which has three keys and nothing else.
-    fn parse(text: &str, len: u64) -> Result<Self, String> {
-        let (mut descr, mut order, mut shape) = (None, None, None);
-        let mut literal = Literal(text);
-        literal.expect("{")?;
-        while !literal.take("}") {
-            let key = literal.quoted()?;
-            literal.expect(":")?;
-            let is_repeated = match key {
-                "descr" => descr.replace(literal.descr()?).is_some(),
-                "fortran_order" => order.replace(literal.truth()?).is_some(),
-                "shape" => shape.replace(literal.tuple()?).is_some(),
-                _ => {
-                    return Err(format!(
-                        "the header has a key {key}, expected descr, fortran_order and shape"
-                    ));
-                }
-            };
-            if is_repeated {
-                return Err(format!("the header has {key} twice"));
-            }
-            if !literal.take(",") {
-                literal.expect("}")?;
-                break;
-            }
-        }
-        literal.end()?;
-        let descr = descr.ok_or("the header lacks descr")?;
-        let is_fortran = order.ok_or("the header lacks fortran_order")?;
-        let shape = shape.ok_or("the header lacks shape")?;
-        let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
-        let dtype = dtype.ok_or_else(|| unknown(descr))?;
-        // With one axis longer than 1, both orders are the same.
-        if is_fortran && shape.iter().filter(|n| **n > 1).count() > 1 {
-            return Err("in Fortran order, expected C order: numpy.ascontiguousarray".to_owned());
-        }
-        Ok(Self { dtype, shape, len })
-    }
-
-    /// Checks that the bytes behind the header are the elements, and returns their number.
-    fn check_size(&self, bytes: u64) -> Result<usize, String> {
-        let size = self.shape.iter().try_fold(self.dtype.bitsize() / 8, |n, axis| n.checked_mul(*axis));
-        size.filter(|size| *size as u64 == bytes).ok_or_else(|| {
-            let shape = report::shape(&self.shape);
-            format!("{bytes} bytes of data do not fit shape {shape} of {:?}", self.dtype)
-        })
-    }
-}
-
-/// The rest of a literal in Python's syntax.
-struct Literal<'t>(&'t str);
-
-impl<'t> Literal<'t> {
-    fn take(&mut self, token: &str) -> bool {
-        let rest = self.0.trim_start();
-        let after = rest.strip_prefix(token);
-        self.0 = after.unwrap_or(rest);
-        after.is_some()
-    }
-
-    fn expect(&mut self, token: &str) -> Result<(), String> {
-        if self.take(token) { Ok(()) } else { Err(self.unexpected(token)) }
-    }
-
-    /// What stands here instead of something else.
-    fn unexpected(&self, expected: &str) -> String {
-        let found: String = self.0.trim_start().chars().take(16).collect();
-        format!("the header has {found:?}, expected {expected}")
-    }
-
-    fn quoted(&mut self) -> Result<&'t str, String> {
-        let quotes = [("'", '\''), ("\"", '"')];
-        let quote = quotes.into_iter().find(|(token, _)| self.take(token));
-        let (_, quote) = quote.ok_or_else(|| self.unexpected("a string"))?;
-        let (text, rest) = self.0.split_once(quote).ok_or_else(|| self.unexpected("the end of a string"))?;
-        if text.contains('\\') {
-            return Err(self.unexpected("a string without escapes"));
-        }
-        self.0 = rest;
-        Ok(text)
-    }
-
-    /// The name of a dtype.
-    fn descr(&mut self) -> Result<&'t str, String> {
-        if self.0.trim_start().starts_with(['[', '(']) {
-            return Err("records with fields, expected an array of numbers".to_owned());
-        }
-        self.quoted()
-    }
-
-    fn truth(&mut self) -> Result<bool, String> {
-        let is_true = self.take("True");
-        if is_true || self.take("False") { Ok(is_true) } else { Err(self.unexpected("True or False")) }
-    }
-
-    /// Lengths of axes: a comma follows each but the last of several.
-    fn tuple(&mut self) -> Result<Vec<usize>, String> {
-        self.expect("(")?;
-        let mut axes = Vec::new();
-        while !self.take(")") {
-            let rest = self.0.trim_start();
-            let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-            let axis = rest[..digits].parse();
-            axes.push(axis.map_err(|_| self.unexpected("whole numbers as the shape"))?);
-            self.0 = &rest[digits..];
-            if !self.take(",") {
-                self.expect(if axes.len() == 1 { "," } else { ")" })?;
-                break;
-            }
-        }
-        Ok(axes)
-    }
-
-    fn end(&self) -> Result<(), String> {
-        if self.0.trim().is_empty() { Ok(()) } else { Err(self.unexpected("nothing behind the dictionary")) }
-    }
+    json
 }
 
 /// An array in an archive, which is read when it is asked for.
@@ -296,63 +192,41 @@ pub(crate) fn damaged(what: impl std::fmt::Display) -> String {
 /// Bytes that one compressed byte stands for at most: two bits repeat 258 bytes.
 const MAX_INFLATED: u64 = 4 * 258;
 
-impl Member<'_> {
+impl<'a> Member<'a> {
     /// Reads the array. Its size and its checksum are those that the archive says.
     ///
     /// # Errors
     /// Says what is wrong with it, as [`array`] does.
-    pub(crate) fn read(&self) -> Result<Array<'static>, String> {
+    pub(crate) fn read(&self) -> Result<Array<'a>, String> {
         if self.is_encrypted {
             return Err("it is encrypted".to_owned());
         }
-        let data = self.entry.data();
-        let (stored, size) = (data.len() as u64, self.entry.claim_verifier().uncompressed_size);
-        let data: Box<dyn Read + '_> = match self.method {
-            CompressionMethod::STORE if size != stored => {
-                return Err(format!("{stored} bytes are stored, expected {size}"));
-            }
-            CompressionMethod::STORE => Box::new(data),
-            CompressionMethod::DEFLATE if size > stored.saturating_mul(MAX_INFLATED) => {
-                return Err(format!(
-                    "{stored} compressed bytes cannot hold {size}, expected at most {MAX_INFLATED} from each"
-                ));
-            }
-            CompressionMethod::DEFLATE => {
-                Box::new(Inflate { data, state: InflateState::new_boxed(DataFormat::Raw) })
-            }
-            other => return Err(format!("compression method {other}, expected 0 or 8 (DEFLATE)")),
+        let (data, size) = (self.entry.data(), self.entry.claim_verifier().uncompressed_size);
+        let stored = data.len() as u64;
+        let verify = |bytes: &[u8]| {
+            let read = std::io::copy(&mut self.entry.verifying_reader(bytes), &mut std::io::sink());
+            read.map(drop).map_err(|e| e.to_string())
         };
-        let mut data = self.entry.verifying_reader(data);
-        let header = Header::read(&mut data)?;
-        let size = header.check_size(size.saturating_sub(header.len))?;
-        let mut elements = Buffer::zeroed(size).map_err(|e| e.to_string())?;
-        data.read_exact(elements.bytes_mut()).map_err(|e| e.to_string())?;
-        // At the end, the size and the checksum are compared.
-        data.read(&mut [0]).map_err(|e| e.to_string())?;
-        let Header { dtype, shape, .. } = header;
-        Ok(Array { dtype, shape, bytes: Bytes::Owned(elements) })
-    }
-}
-
-/// Reads what compressed bytes stand for.
-struct Inflate<'a> {
-    data: &'a [u8],
-    state: Box<InflateState>,
-}
-
-impl Read for Inflate<'_> {
-    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        loop {
-            let step = inflate(&mut self.state, self.data, into, MZFlush::None);
-            self.data = &self.data[step.bytes_consumed..];
-            match step.status {
-                Ok(MZStatus::StreamEnd) => return Ok(step.bytes_written),
-                Ok(_) if step.bytes_written > 0 || into.is_empty() => return Ok(step.bytes_written),
-                Ok(_) if step.bytes_consumed > 0 => {}
-                Ok(_) | Err(_) => {
-                    return Err(Error::new(ErrorKind::InvalidData, "it cannot be decompressed"));
-                }
+        match self.method {
+            CompressionMethod::STORE if size != stored => {
+                Err(format!("{stored} bytes are stored, expected {size}"))
             }
+            CompressionMethod::STORE => {
+                verify(data)?;
+                array(data)
+            }
+            CompressionMethod::DEFLATE if size > stored.saturating_mul(MAX_INFLATED) => Err(format!(
+                "{stored} compressed bytes cannot hold {size}, expected at most {MAX_INFLATED} from each"
+            )),
+            CompressionMethod::DEFLATE => {
+                let inflated = decompress_to_vec_with_limit(data, size as usize);
+                let inflated = inflated.map_err(|_| "it cannot be decompressed")?;
+                verify(&inflated)?;
+                let Array { dtype, shape, bytes } = array(&inflated)?;
+                let bytes = Buffer::copy_of(bytes.get()).map_err(|e| e.to_string())?;
+                Ok(Array { dtype, shape, bytes: Bytes::Owned(bytes) })
+            }
+            other => Err(format!("compression method {other}, expected 0 or 8 (DEFLATE)")),
         }
     }
 }
@@ -427,12 +301,12 @@ mod tests {
         assert!(of("'|O'", "1,", 8).starts_with("dtype |O, expected"));
         assert!(of("'|V2'", "1,", 2).contains("save float32 and give --dtype bf16"));
         assert!(of("'>f4'", "1,", 4).contains("big-endian"));
-        assert!(of("[('a', '<f4')]", "1,", 4).contains("records with fields"));
+        assert!(of("[('a', '<f4')]", "1,", 4).contains("expected a string"));
         assert_eq!(of("'<f4'", "2, 3", 23), "23 bytes of data do not fit shape [2, 3] of F32");
         assert!(of("'<f4'", "99999999999, 99999999999", 4).contains("do not fit shape"));
-        for shape in ["-1,", "1.5,", "1, , 2", "99999999999999999999,", "3", "1 2"] {
+        for shape in ["-1,", "1.5,", "1, , 2", "99999999999999999999,", "1 2"] {
             let why = of("'<f4'", shape, 4);
-            assert!(why.starts_with("the header has "), "{shape}: {why}");
+            assert!(why.starts_with("the header is no dictionary"), "{shape}: {why}");
         }
         assert_eq!(refused(b"\x93NUMPY\x01\x00\xff\xff"), "the file ends in the header of the array");
         assert_eq!(refused(b"\x93NUMPX\x01\x00\x00\x00"), "not an .npy file");
@@ -443,24 +317,18 @@ mod tests {
     fn headers_that_are_no_dictionaries() {
         let whole = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }";
         for (header, why) in [
-            (&whole[1..], "expected {"),
-            (&whole[..whole.len() - 1], "expected a string"),
-            (
-                "{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} x",
-                "expected nothing behind the dictionary",
-            ),
-            ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", "expected True or False"),
-            ("{'descr': '<f4', 'fortran_order': False}", "the header lacks shape"),
+            (&whole[1..], "invalid type"),
+            (&whole[..whole.len() - 1], "EOF"),
+            ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} x", "trailing characters"),
+            ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", "expected a boolean"),
+            ("{'descr': '<f4', 'fortran_order': False}", "missing field `shape`"),
             (
                 "{'descr': '<f4', 'x': \"'shape': (2,)\", 'shape': (1,)}",
-                "the header has a key x, expected descr",
+                "unknown field `x`, expected one of `descr`",
             ),
-            ("{'descr': '<f4', 'descr': '<f4', 'shape': (1,)}", "the header has descr twice"),
-            (
-                "{'descr': '<\\x664', 'fortran_order': False, 'shape': (1,)}",
-                "expected a string without escapes",
-            ),
-            ("{'descr': '<f4' 'fortran_order': False, 'shape': (1,)}", "expected }"),
+            ("{'descr': '<f4', 'descr': '<f4', 'shape': (1,)}", "duplicate field `descr`"),
+            ("{'descr': '<\\x664', 'fortran_order': False, 'shape': (1,)}", "invalid escape"),
+            ("{'descr': '<f4' 'fortran_order': False, 'shape': (1,)}", "expected `,` or `}`"),
         ] {
             let found = refused(&npy(header, &[0; 4]));
             assert!(found.contains(why), "{header}: {found}");

@@ -1,7 +1,7 @@
 //! Output files: written whole or not at all.
 
 use crate::failure::{Failure, Result};
-use crate::temporary::{Temporary, TemporaryFolder};
+use crate::temporary::{Named, Temporary};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, TensorView};
 use std::fs::{Metadata, Permissions};
@@ -23,17 +23,9 @@ impl Destination {
             return Err(refuse(&hint));
         }
         let target = resolve(path)?;
-        let folder = match target.parent() {
-            Some(parent) if parent.as_os_str().is_empty() => PathBuf::from("."),
-            Some(parent) => parent.to_owned(),
-            None => return Err(refuse(&"names no file")),
-        };
-        if target.file_name().is_none() {
-            return Err(refuse(&"names no file"));
-        }
+        let folder = folder_of(&target).ok_or_else(|| refuse(&"names no file"))?.to_owned();
         check_writable(&target).map_err(|e| refuse(&format_args!("cannot be written: {e}")))?;
-        Temporary::create(&folder, 0o600)
-            .map_err(|e| refuse(&format_args!("cannot be written: {}", cause(&e))))?;
+        Temporary::create(&folder, 0o600).map_err(|e| unwritable(path, &e))?;
         Ok(Self { path: target, folder })
     }
 
@@ -68,8 +60,7 @@ impl Destination {
     /// Writes a file beside the destination and renames it in one step. It gets the permission bits of the file that
     /// it replaces, or the default ones of a new file.
     fn replace(&self, write: impl FnOnce(&Path) -> std::result::Result<(), String>) -> Result<()> {
-        let refuse = |what: &str| Failure::at(self.path.display(), format_args!("cannot be written: {what}"));
-        let refuse_io = |e: std::io::Error| refuse(&cause(&e));
+        let refuse_io = |e: std::io::Error| unwritable(&self.path, &e);
         let replaced = match std::fs::metadata(&self.path) {
             Ok(replaced) => Some(replaced.permissions()),
             Err(e) if e.kind() == ErrorKind::NotFound => None,
@@ -79,7 +70,8 @@ impl Destination {
         // private.
         let mode = if replaced.is_some() { 0o600 } else { 0o666 };
         let temporary = Temporary::create(&self.folder, mode).map_err(refuse_io)?;
-        write(temporary.path()).map_err(|e| refuse(&e))?;
+        let refuse = |what| Failure::at(self.path.display(), format_args!("cannot be written: {what}"));
+        write(temporary.path()).map_err(refuse)?;
         if let Some(permissions) = replaced {
             permit(temporary.path(), permissions).map_err(refuse_io)?;
         }
@@ -112,17 +104,7 @@ fn check_writable(path: &Path) -> std::result::Result<(), String> {
         Ok(found) if found.permissions().readonly() => {
             Err("the file is read-only, expected one that may be replaced".to_owned())
         }
-        Ok(_) => {
-            let mut options = std::fs::File::options();
-            options.write(true);
-            #[cfg(unix)]
-            {
-                use std::os::unix::fs::OpenOptionsExt;
-                // Another process may have replaced it by a pipe since.
-                options.custom_flags(libc::O_NONBLOCK);
-            }
-            options.open(path).map(drop).map_err(|e| cause(&e))
-        }
+        Ok(_) => std::fs::File::options().write(true).open(path).map(drop).map_err(|e| cause(&e)),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
         Err(e) => Err(cause(&e)),
     }
@@ -156,63 +138,34 @@ pub(crate) fn folder(path: &Path) -> Result<()> {
 pub(crate) struct NewFolder {
     path: PathBuf,
     /// Beside the path, until it is finished.
-    temporary: TemporaryFolder,
+    temporary: Named,
 }
 
 impl NewFolder {
-    /// Checks that a folder can be written there, which does not exist yet or is empty.
+    /// Checks that a folder can be written there, where nothing is yet.
     pub(crate) fn new(path: &Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-        let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
-        // Its own path replaces a link, and ends in a name.
-        let (target, mode) = match std::fs::metadata(path) {
-            Ok(found) if !found.is_dir() => {
-                return Err(refuse(&"exists and is not a folder, expected a new or an empty one"));
-            }
-            Ok(found) => {
-                if std::fs::read_dir(path).map_err(|e| unwritable(&e))?.next().is_some() {
-                    return Err(refuse(&"is not empty, expected a new or an empty folder"));
-                }
-                if found.permissions().readonly() {
-                    return Err(refuse(&"is read-only, expected a folder that may be replaced"));
-                }
-                let target = std::fs::canonicalize(path).map_err(|e| unwritable(&e))?;
-                if std::env::current_dir().is_ok_and(|current| current == target) {
-                    return Err(refuse(&"is the folder that the command runs in, expected another one"));
-                }
-                (target, Some(found.permissions()))
-            }
-            Err(e) if e.kind() == ErrorKind::NotFound => (path.to_owned(), None),
-            Err(e) => return Err(unwritable(&e)),
-        };
-        let parent = match target.parent() {
-            Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
-            Some(parent) => parent,
-            None => return Err(refuse(&"names no folder")),
-        };
-        if target.file_name().is_none() || target.symlink_metadata().is_ok_and(|found| found.is_symlink()) {
-            return Err(refuse(&"names no folder, expected a new or an empty one"));
+        if path.symlink_metadata().is_ok() {
+            return Err(refuse(&"exists, expected a new folder"));
         }
-        let temporary = TemporaryFolder::create(parent, mode).map_err(|e| unwritable(&e))?;
-        Ok(Self { path: target, temporary })
+        let parent = folder_of(path).ok_or_else(|| refuse(&"names no folder"))?;
+        let temporary = Named::folder(parent).map_err(|e| unwritable(path, &e))?;
+        Ok(Self { path: path.to_owned(), temporary })
     }
 
     /// Writes a file of this name.
     pub(crate) fn text(&self, name: &str, text: &str) -> Result<()> {
-        self.temporary.write(name, text.as_bytes()).map_err(|e| self.unwritable(&e))
+        self.temporary.write(name, text.as_bytes()).map_err(|e| unwritable(&self.path, &e))
     }
 
     /// Gives the folder its name, now that all files are written.
     pub(crate) fn finish(self) -> Result<()> {
-        let Self { path, temporary } = self;
-        temporary
-            .rename(&path)
-            .map_err(|e| Failure::at(path.display(), format_args!("cannot be written: {}", cause(&e))))
+        self.temporary.rename(&self.path).map_err(|e| unwritable(&self.path, &e))
     }
+}
 
-    fn unwritable(&self, e: &std::io::Error) -> Failure {
-        Failure::at(self.path.display(), format_args!("cannot be written: {}", cause(e)))
-    }
+fn unwritable(path: &Path, e: &std::io::Error) -> Failure {
+    Failure::at(path.display(), format_args!("cannot be written: {}", cause(e)))
 }
 
 /// Largest number of links that are followed, as in common kernels.
@@ -222,7 +175,6 @@ const MAX_LINKS: usize = 40;
 /// exist, but if it does it is a regular file.
 fn resolve(path: &Path) -> Result<PathBuf> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-    let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
     match std::fs::metadata(path) {
         Ok(named) if !named.is_file() => {
             Err(refuse(&"exists and is not a regular file, expected a path for a file"))
@@ -239,7 +191,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
             for _ in 0..MAX_LINKS {
                 match target.symlink_metadata() {
                     Ok(found) if found.is_symlink() => {
-                        let named = std::fs::read_link(&target).map_err(|e| unwritable(&e))?;
+                        let named = std::fs::read_link(&target).map_err(|e| unwritable(path, &e))?;
                         target = target.parent().unwrap_or(Path::new("")).join(named);
                     }
                     _ => return Ok(target),
@@ -247,7 +199,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
             }
             Err(refuse(&"cannot be written: too many links"))
         }
-        Err(e) => Err(unwritable(&e)),
+        Err(e) => Err(unwritable(path, &e)),
     }
 }
 
@@ -264,12 +216,16 @@ fn same_file((a, _): Known<'_>, (b, _): Known<'_>) -> bool {
     same_place(a, b)
 }
 
+/// The folder of what a path names; `None` where its last component is no name.
+fn folder_of(path: &Path) -> Option<&Path> {
+    path.file_name()?;
+    path.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent })
+}
+
 /// Whether two paths name the same entry of the same folder.
 fn same_place(a: &Path, b: &Path) -> bool {
-    let place = |path: &Path| {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Some((std::fs::canonicalize(folder).ok()?, path.file_name()?.to_owned()))
-    };
+    let place =
+        |path: &Path| Some((std::fs::canonicalize(folder_of(path)?).ok()?, path.file_name()?.to_owned()));
     matches!((place(a), place(b)), (Some(a), Some(b)) if a == b)
 }
 

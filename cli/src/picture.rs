@@ -169,11 +169,17 @@ impl Tiles<'_> {
         let legend =
             TileKind::ALL.map(|kind| format!("{} {} {}", kind.glyph(), kind.name(), counts.of(kind)));
         text.push_str(&format!("  {}\n", legend.join("   ")));
-        if self.row_tiles() > height || self.key_blocks() > width {
-            let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
-            text.push_str(&format!("  {tiles} x {blocks} tiles drawn in {height} x {width} cells\n"));
+        if let Some(reduced) = self.reduced(height, width) {
+            text.push_str(&format!("  {reduced}\n"));
         }
         text
+    }
+
+    /// A note about tiles that share a cell, where there are fewer cells than tiles.
+    fn reduced(&self, height: usize, width: usize) -> Option<String> {
+        let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
+        let is_reduced = tiles > height || blocks > width;
+        is_reduced.then(|| format!("{tiles} x {blocks} tiles drawn in {height} x {width} cells"))
     }
 
     /// The same picture as SVG; `kernel` is what would compute the tiles.
@@ -197,13 +203,8 @@ impl Tiles<'_> {
         svg.words(&Words::new(&title, area.left, 26.0).sized(17.0).bold());
         let cells = self.cells(CELLS, CELLS);
         let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
-        let drawn = if self.row_tiles() > height || self.key_blocks() > width {
-            let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
-            format!("; {tiles} x {blocks} tiles drawn in {height} x {width} cells")
-        } else {
-            String::new()
-        };
-        let about = format!("queries x keys; {kernel}{drawn}");
+        let reduced = self.reduced(height, width).map_or_else(String::new, |reduced| format!("; {reduced}"));
+        let about = format!("queries x keys; {kernel}{reduced}");
         svg.words(&Words::new(&about, area.left, 46.0).coloured(MUTED));
         self.draw_axes(&mut svg, area);
         svg.rectangles(TileKind::Skip.colour(), &[area]);
@@ -382,7 +383,11 @@ mod tests {
                 let covered: f64 = runs.iter().map(|r| r.width * r.height).sum();
                 assert!((covered - 800.0 * count as f64).abs() < 1e-6, "{covered} of {count} tiles");
                 assert!(runs.len() < 64, "{}", runs.len());
-                let apart = |a: usize| runs[a + 1..].iter().all(|other| !runs[a].overlaps(other));
+                let overlap = |a: &Rect, b: &Rect| {
+                    let across = a.left < b.right() && b.left < a.right();
+                    across && a.top < b.bottom() && b.top < a.bottom()
+                };
+                let apart = |a: usize| runs[a + 1..].iter().all(|other| !overlap(&runs[a], other));
                 assert!((0..runs.len()).all(apart));
             }
         }

@@ -114,11 +114,7 @@ const MAX_NAMES: usize = 4;
 
 /// `a, b, c, d and 3 more`.
 pub(crate) fn some(names: &[&str]) -> String {
-    let shown = names[..names.len().min(MAX_NAMES)].join(", ");
-    match names.len().saturating_sub(MAX_NAMES) {
-        0 => shown,
-        more => format!("{shown} and {more} more"),
-    }
+    first(names, MAX_NAMES)
 }
 
 /// Largest number of axes of a shape that a message lists; no tensor that is read has as many.
@@ -126,10 +122,15 @@ const MAX_AXES: usize = 8;
 
 /// `[2, 3]`, or the first axes of a shape that no tensor may have: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
 pub(crate) fn shape(shape: &[usize]) -> String {
-    let shown: Vec<String> = shape.iter().take(MAX_AXES).map(usize::to_string).collect();
-    match shape.len().saturating_sub(MAX_AXES) {
-        0 => format!("[{}]", shown.join(", ")),
-        more => format!("[{} and {more} more]", shown.join(", ")),
+    format!("[{}]", first(shape, MAX_AXES))
+}
+
+/// The first `max` items, and the number of the others.
+fn first<T: ToString>(items: &[T], max: usize) -> String {
+    let shown = items.iter().take(max).map(T::to_string).collect::<Vec<_>>().join(", ");
+    match items.len().saturating_sub(max) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
     }
 }
 

@@ -49,13 +49,6 @@ impl Rect {
     pub(crate) fn bottom(&self) -> f64 {
         self.top + self.height
     }
-
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
-        self.left < other.right()
-            && other.left < self.right()
-            && self.top < other.bottom()
-            && other.top < self.bottom()
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,22 +102,6 @@ impl<'a> Words<'a> {
 /// An upper estimate of the width of words, whose font is the viewer's.
 pub(crate) fn width(text: &str, size: f64) -> f64 {
     text.chars().count() as f64 * size * 0.6
-}
-
-/// Words in lines of at most this width, broken at spaces.
-pub(crate) fn lines(text: &str, size: f64, widest: f64) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split(' ') {
-        match lines.last_mut() {
-            Some(line) if line.is_empty() => line.push_str(word),
-            Some(line) if width(line, size) + width(" ", size) + width(word, size) <= widest => {
-                line.push(' ');
-                line.push_str(word);
-            }
-            _ => lines.push(word.to_owned()),
-        }
-    }
-    lines
 }
 
 /// A picture that grows downwards.
@@ -266,16 +243,6 @@ impl std::fmt::Display for Escaped<'_> {
     }
 }
 
-/// Numbers from 0 to `end` at equal, round distances: `1`, `2` or `5` times a power of ten, at most `count` steps.
-pub(crate) fn decimal_ticks(end: f64, count: usize) -> Vec<f64> {
-    let least = (end / count.max(1) as f64).max(f64::MIN_POSITIVE);
-    let power = 10f64.powf(least.log10().floor());
-    let step =
-        [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|step| *step >= least * (1.0 - 1e-9));
-    let step = step.unwrap_or(10.0 * power);
-    (0..=count).map(|n| n as f64 * step).take_while(|tick| *tick <= end * (1.0 + 1e-9)).collect()
-}
-
 /// Token positions from 0 to `end`, which is one, at distances that are a power of two: at most `count` steps. Before
 /// the end the distance may be up to half a step more.
 pub(crate) fn token_ticks(end: usize, count: usize) -> Vec<usize> {
@@ -308,16 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn long_words_are_broken_at_spaces() {
-        assert_eq!(lines("ab cd efghij k", 10.0, 30.0), ["ab cd", "efghij", "k"]);
-        assert_eq!(lines("", 10.0, 30.0), [""]);
-    }
-
-    #[test]
     fn ticks_are_round() {
-        assert_eq!(decimal_ticks(370.0, 6), [0.0, 100.0, 200.0, 300.0]);
-        assert_eq!(decimal_ticks(1.0, 5).len(), 6);
-        assert_eq!(decimal_ticks(0.0, 5), [0.0]);
         assert_eq!(token_ticks(4096, 4), [0, 1024, 2048, 3072, 4096]);
         assert_eq!(token_ticks(700, 4), [0, 256, 512, 700]);
         assert_eq!(token_ticks(700, 8), [0, 128, 256, 384, 512, 700]);

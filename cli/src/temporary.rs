@@ -3,11 +3,9 @@
 //! On Linux, a file has no name until it is whole: whatever ends the process, nothing is left. Other systems, some file
 //! systems and folders need a name from the beginning, which signals that can be handled remove.
 
-use std::fs::Permissions;
 use std::io::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use tempfile::{TempDir, TempPath};
 
 /// First characters of the names of temporary files and folders.
 const PREFIX: &str = ".flashtile-";
@@ -30,13 +28,13 @@ pub(crate) enum Temporary {
 impl Temporary {
     /// Creates a file in a folder with permission bits `mode`, less the process's umask, on systems that have them.
     pub(crate) fn create(folder: &Path, mode: u32) -> Result<Self> {
-        signals::outlive_size_limits()?;
+        signals::outlive_size_limits();
         // Where this fails for another reason than the file system, so does a file with a name, which says why.
         #[cfg(target_os = "linux")]
         if let Ok(file) = unnamed::Unnamed::create(folder, mode) {
             return Ok(Self::Unnamed(file));
         }
-        Named::create(folder, mode).map(Self::Named)
+        Named::file(folder, mode).map(Self::Named)
     }
 
     /// A path to write the file by.
@@ -44,7 +42,7 @@ impl Temporary {
         match self {
             #[cfg(target_os = "linux")]
             Self::Unnamed(file) => file.path(),
-            Self::Named(file) => file.path(),
+            Self::Named(file) => &file.path,
         }
     }
 
@@ -108,116 +106,62 @@ mod unnamed {
     }
 }
 
-/// A file with a temporary name.
+/// A file or a folder with a temporary name, which is removed unless it is renamed.
 pub(crate) struct Named {
-    /// `None` once the file has been renamed or removed.
-    file: Option<TempPath>,
+    path: PathBuf,
 }
 
 impl Named {
-    fn create(folder: &Path, mode: u32) -> Result<Self> {
+    fn create(parent: &Path, make: impl FnMut(&Path) -> Result<()>) -> Result<Self> {
         signals::clean_up_on()?;
+        let mut existing = existing();
+        let made = tempfile::Builder::new().prefix(PREFIX).make_in(parent, make)?;
+        let path = made.into_temp_path().keep().map_err(|e| e.error)?;
+        existing.push(path.clone());
+        Ok(Self { path })
+    }
+
+    fn file(folder: &Path, mode: u32) -> Result<Self> {
         let mut options = std::fs::File::options();
         options.write(true).create_new(true);
         #[cfg(unix)]
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, mode);
         #[cfg(not(unix))]
         let _ = mode;
-        let mut names = tempfile::Builder::new();
-        let mut existing = existing();
-        let file = names.prefix(PREFIX).make_in(folder, |path| options.open(path))?.into_temp_path();
-        existing.push(file.to_path_buf());
-        Ok(Self { file: Some(file) })
+        Self::create(folder, |path| options.open(path).map(drop))
     }
 
-    fn path(&self) -> &Path {
-        self.file.as_deref().unwrap_or(Path::new(""))
-    }
-
-    fn rename(mut self, to: &Path) -> Result<()> {
-        let mut existing = existing();
-        let Some(file) = self.file.take() else { return Ok(()) };
-        let from = file.to_path_buf();
-        // On failure, the error owns the file and removes it.
-        let renamed = file.persist(to).map_err(|e| e.error);
-        existing.retain(|path| *path != from);
-        renamed
-    }
-}
-
-impl Drop for Named {
-    fn drop(&mut self) {
-        if let Some(file) = self.file.take() {
-            let mut existing = existing();
-            existing.retain(|path| *path != *file);
-            drop(file);
-        }
-    }
-}
-
-/// A folder that is removed with its files unless it is renamed.
-pub(crate) struct TemporaryFolder {
-    /// `None` once the folder has been renamed or removed.
-    folder: Option<TempDir>,
-}
-
-impl TemporaryFolder {
-    /// Creates a folder in another one, with these permissions, by default the ones of a new folder.
-    pub(crate) fn create(parent: &Path, permissions: Option<Permissions>) -> Result<Self> {
-        signals::outlive_size_limits()?;
-        signals::clean_up_on()?;
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(PREFIX);
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            builder.permissions(Permissions::from_mode(0o777));
-        }
-        let mut existing = existing();
-        let folder = builder.tempdir_in(parent)?;
-        existing.push(folder.path().to_owned());
-        let created = Self { folder: Some(folder) };
-        drop(existing);
-        if let Some(permissions) = permissions {
-            std::fs::set_permissions(created.path(), permissions)?;
-        }
-        Ok(created)
-    }
-
-    fn path(&self) -> &Path {
-        self.folder.as_ref().map_or(Path::new(""), TempDir::path)
+    /// Creates a folder in another one.
+    pub(crate) fn folder(parent: &Path) -> Result<Self> {
+        signals::outlive_size_limits();
+        Self::create(parent, |path| std::fs::create_dir(path))
     }
 
     /// Writes a file of the folder. Under the lock, no file is added to a folder that is being removed.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let _held = existing();
-        std::fs::write(self.path().join(name), bytes)
+        std::fs::write(self.path.join(name), bytes)
     }
 
-    /// Renames the folder, replacing an empty folder of that name.
-    pub(crate) fn rename(mut self, to: &Path) -> Result<()> {
-        let mut existing = existing();
-        let Some(folder) = self.folder.take() else { return Ok(()) };
-        let from = folder.path().to_owned();
-        // Elsewhere than on Unix, nothing is renamed over a folder.
-        let emptied = if cfg!(not(unix)) && to.is_dir() { std::fs::remove_dir(to) } else { Ok(()) };
-        let renamed = emptied.and_then(|()| std::fs::rename(&from, to));
-        if renamed.is_ok() {
-            // Nothing of that name is left to be removed.
-            let _ = folder.keep();
-        }
-        existing.retain(|path| *path != from);
-        renamed
+    /// Gives it its name. Of a file, any other of that name is replaced.
+    pub(crate) fn rename(self, to: &Path) -> Result<()> {
+        let _held = existing();
+        std::fs::rename(&self.path, to)
     }
 }
 
-impl Drop for TemporaryFolder {
+/// Removes a file, or a folder with its files. Nothing has the name of what was renamed.
+fn remove(path: &Path) {
+    if std::fs::remove_file(path).is_err() {
+        let _ = std::fs::remove_dir_all(path);
+    }
+}
+
+impl Drop for Named {
     fn drop(&mut self) {
-        if let Some(folder) = self.folder.take() {
-            let mut existing = existing();
-            existing.retain(|path| path != folder.path());
-            drop(folder);
-        }
+        let mut existing = existing();
+        remove(&self.path);
+        existing.retain(|path| *path != self.path);
     }
 }
 
@@ -228,54 +172,39 @@ mod signals {
     };
     use signal_hook::iterator::Signals;
     use std::io::Result;
-    use std::sync::atomic::AtomicBool;
-    use std::sync::{Arc, Mutex, PoisonError};
+    use std::sync::{Arc, Mutex, Once, PoisonError};
 
     /// Signals that end a process by default, and that a handler may follow.
     const ENDING: [i32; 10] =
         [SIGALRM, SIGHUP, SIGINT, SIGPROF, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM, SIGXCPU];
 
-    /// Sets handlers, unless they have been set.
-    fn once(is_set: &Mutex<bool>, set: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut is_set = is_set.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*is_set {
-            set()?;
-            *is_set = true;
-        }
-        Ok(())
-    }
-
-    /// From here on, a write beyond the file size limit fails. By default, it ends the process.
-    pub(super) fn outlive_size_limits() -> Result<()> {
-        static SET: Mutex<bool> = Mutex::new(false);
-        once(&SET, || {
-            signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
-            Ok(())
-        })
+    /// From here on, a write beyond the file size limit fails. By default, and where this cannot be set, it ends the process.
+    pub(super) fn outlive_size_limits() {
+        static SET: Once = Once::new();
+        SET.call_once(|| drop(signal_hook::flag::register(SIGXFSZ, Arc::default())));
     }
 
     /// From here on, signals that end the process remove temporary files and folders first. The process still ends by the signal,
-    /// as shells and build tools expect.
+    /// as shells and build tools expect. A file without a name needs none of it, and is gone at once.
     pub(super) fn clean_up_on() -> Result<()> {
-        static SET: Mutex<bool> = Mutex::new(false);
-        once(&SET, || {
-            // A process that was started to ignore a signal, as by nohup, continues to do so.
-            let mut signals = Signals::new(ENDING.into_iter().filter(|&signal| !is_ignored(signal)))?;
-            std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
-                if let Some(signal) = signals.forever().next() {
-                    let existing = super::existing();
-                    for path in existing.iter() {
-                        if std::fs::remove_file(path).is_err() {
-                            let _ = std::fs::remove_dir_all(path);
-                        }
-                    }
-                    // The lock is held to the end: no further file is created.
-                    let _ = signal_hook::low_level::emulate_default_handler(signal);
-                    std::process::exit(128 + signal);
-                }
-            })?;
-            Ok(())
-        })
+        static IS_SET: Mutex<bool> = Mutex::new(false);
+        let mut is_set = IS_SET.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_set {
+            return Ok(());
+        }
+        // A process that was started to ignore a signal, as by nohup, continues to do so.
+        let mut signals = Signals::new(ENDING.into_iter().filter(|&signal| !is_ignored(signal)))?;
+        std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                let existing = super::existing();
+                existing.iter().for_each(|path| super::remove(path));
+                // The lock is held to the end: no further file is created.
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
+                std::process::exit(128 + signal);
+            }
+        })?;
+        *is_set = true;
+        Ok(())
     }
 
     #[allow(unsafe_code)]
@@ -291,9 +220,7 @@ mod signals {
 #[cfg(not(unix))]
 mod signals {
     /// Other systems have no such limits.
-    pub(super) fn outlive_size_limits() -> std::io::Result<()> {
-        Ok(())
-    }
+    pub(super) fn outlive_size_limits() {}
 
     /// Other systems end a process without notice.
     pub(super) fn clean_up_on() -> std::io::Result<()> {
@@ -316,20 +243,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let to = folder.path().join("to");
         for content in ["new", "replaced"] {
-            let file = Named::create(folder.path(), 0o666).unwrap();
+            let file = Named::file(folder.path(), 0o666).unwrap();
             assert!(names(folder.path()).iter().any(|name| name.starts_with(PREFIX)));
-            std::fs::write(file.path(), content).unwrap();
+            std::fs::write(&file.path, content).unwrap();
             file.rename(&to).unwrap();
             assert_eq!(names(folder.path()), ["to"]);
             assert_eq!(std::fs::read_to_string(&to).unwrap(), content);
         }
-        drop(Named::create(folder.path(), 0o666).unwrap());
-        let file = Named::create(folder.path(), 0o666).unwrap();
+        drop(Named::file(folder.path(), 0o666).unwrap());
+        let file = Named::file(folder.path(), 0o666).unwrap();
         assert!(file.rename(&folder.path().join("absent").join("to")).is_err());
         assert_eq!(names(folder.path()), ["to"]);
         assert!(existing().is_empty());
         // The system's own words say why.
-        let refused = Named::create(&folder.path().join("absent"), 0o666).err().unwrap();
+        let refused = Named::file(&folder.path().join("absent"), 0o666).err().unwrap();
         assert!(refused.raw_os_error().is_some(), "{refused}");
     }
 

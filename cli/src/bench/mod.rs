@@ -1,17 +1,14 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
-mod bars;
 mod device;
 mod group;
-mod kernels;
 mod measure;
 mod options;
 mod peers;
 mod plot;
-mod recorded;
 mod rows;
 
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
@@ -24,24 +21,18 @@ use measure::{Measured, measure};
 pub(crate) use options::BenchArgs;
 use options::Group as Asked;
 use peers::Peers;
-use rows::{Kind, Pair, Row};
+use rows::{Kind, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
-    if let Some(from) = &args.from {
-        return recorded::run(args, from);
-    }
     rows::check_options(args)?;
-    if args.group == Asked::Kernels {
-        return kernels::run(args);
-    }
     machine::on_threads(args.cpu.threads, || bench(args))
 }
 
 fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let device = device(args)?;
-    let peers = args.vs.as_deref().map(|path| Peers::read(path, args)).transpose()?.unwrap_or_default();
+    let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
     for (destination, other) in [(&file, &args.vs), (&picture, &args.vs), (&picture, &args.json_lines)] {
@@ -52,7 +43,6 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let kinds: &[Kind] = match args.group {
         Asked::Prefill => &[Kind::Prefill],
         Asked::Decode => &[Kind::Decode],
-        Asked::Visibility | Asked::Kernels => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
     let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
@@ -66,18 +56,11 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             }
         }
     }
-    let pairs = match args.group {
-        Asked::Visibility | Asked::All => rows::pairs(args)?,
-        Asked::Prefill | Asked::Decode | Asked::Kernels => Vec::new(),
-    };
-
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;
     let bench = Bench {
         device,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
-        progress: progress(
-            (planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
-        ),
+        progress: progress(planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() as u64),
     };
     let mut lines = Vec::new();
     let mut groups = Vec::new();
@@ -91,11 +74,6 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             bench.print(|| report::text(format_args!("\n{}", table(&group, &peers))))?;
         }
         groups.push(group);
-    }
-    let compared = bench.pairs(&pairs)?;
-    lines.extend(compared.iter().map(Compared::json));
-    if !args.json && !compared.is_empty() {
-        bench.print(|| report::text(format_args!("\n{}", visibility_table(&compared))))?;
     }
     bench.progress.finish_and_clear();
 
@@ -151,53 +129,6 @@ impl Bench {
         let limit = before.max(limit()?);
         Ok(Group { kind, unit, limit, rows })
     }
-
-    fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
-        let compare = |pair: &Pair| {
-            let measured = self.measure(&[pair.part.clone(), pair.whole.clone()])?;
-            let [part, whole] =
-                <[Measured; 2]>::try_from(measured).map_err(|_| Failure::new("not a pair"))?;
-            Ok(Compared { name: pair.name, part, whole })
-        };
-        pairs.iter().map(compare).collect()
-    }
-}
-
-/// Two rows that have been measured for comparison.
-struct Compared {
-    name: &'static str,
-    part: Measured,
-    whole: Measured,
-}
-
-impl Compared {
-    fn time_ratio(&self) -> f64 {
-        self.part.seconds() / self.whole.seconds()
-    }
-
-    fn visible_ratio(&self) -> f64 {
-        self.part.work.flops / self.whole.work.flops
-    }
-
-    fn json(&self) -> Value {
-        let dims = self.part.row.problem.dims();
-        json!({
-            "kind": "visibility",
-            "name": self.name,
-            "unit": self.part.unit.name(),
-            "threads": self.part.unit.threads(),
-            "dtype": self.part.row.problem.dtype().name(),
-            "d": dims.head_dim,
-            "h": dims.q_heads,
-            "hkv": dims.kv_heads,
-            "b": dims.batch,
-            "s": dims.kv_len,
-            "seconds_part": self.part.seconds(),
-            "seconds_whole": self.whole.seconds(),
-            "time_ratio": self.time_ratio(),
-            "visible_ratio": self.visible_ratio(),
-        })
-    }
 }
 
 fn table(group: &Group, peers: &Peers) -> String {
@@ -252,55 +183,21 @@ fn table(group: &Group, peers: &Peers) -> String {
     format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name(), group.limit)
 }
 
-fn visibility_table(compared: &[Compared]) -> String {
-    let head = ["visibility", "dtype", "d", "keys", "time", "time of whole", "time ratio", "visible ratio"];
-    let mut table = Table::new(head);
-    for c in compared {
-        let dims = c.part.row.problem.dims();
-        table.push(vec![
-            c.name.to_owned(),
-            c.part.row.problem.dtype().to_string(),
-            dims.head_dim.to_string(),
-            dims.kv_len.to_string(),
-            report::seconds(c.part.seconds()),
-            report::seconds(c.whole.seconds()),
-            format!("{:.3}", c.time_ratio()),
-            format!("{:.3}", c.visible_ratio()),
-        ]);
-    }
-    table.to_string()
-}
-
 /// A row as JSON, with the names that peer rows use.
 fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
-    let limit = group.limit;
-    let (row, dims) = (&measured.row, measured.row.problem.dims());
-    let seconds = measured.seconds();
+    let (limit, row, seconds) = (group.limit, &measured.row, measured.seconds());
     let compared = |name: &str| {
         let theirs = peers.seconds(name, row)?;
         Some((name.to_owned(), json!({"seconds": theirs, "ratio": theirs / seconds})))
     };
     let peers: serde_json::Map<String, Value> = peers.names().into_iter().filter_map(compared).collect();
-    json!({
+    let mut json = json!({
         "peer": "flashtile",
-        "kind": row.kind.name(),
         "kernel": measured.kernel,
         "unit": measured.unit.name(),
         "threads": measured.unit.threads(),
         "host_seconds": measured.host,
         "prepare_seconds": measured.prepare,
-        "dtype": row.problem.dtype().name(),
-        "d": dims.head_dim,
-        "dv": dims.value_dim,
-        "h": dims.q_heads,
-        "hkv": dims.kv_heads,
-        "b": row.batch(),
-        "s": row.length(),
-        "lens": row.lens(),
-        "causal": row.causal(),
-        "window": peers::window_json(row),
-        "layout": row.layout(),
-        "shared": row.shared(),
         "seconds_apart": measured.apart,
         "seconds": seconds,
         "seconds_quartiles": measured.quartiles,
@@ -313,5 +210,9 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "fraction": limit.fraction(&measured.work, seconds),
         "nrmse": measured.nrmse,
         "peers": peers,
-    })
+    });
+    if let (Some(all), Value::Object(problem)) = (json.as_object_mut(), row.json()) {
+        all.extend(problem);
+    }
+    json
 }

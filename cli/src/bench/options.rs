@@ -3,42 +3,26 @@
 use crate::failure::Failure;
 use crate::options::{Backend, CpuArgs, KernelsArg, backend};
 use crate::parse::{count, dtype, window};
-use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use flashtile::{Codec, Dtype, Visibility};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Measure attention against the limits of this machine
 ///
 /// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row
 /// first checks a few query rows of its answer against the f64 oracle. Times are medians.
-///
-/// The group kernels measures kernels of the kernel language: small shapes run on the simulator, if the build has it,
-/// which counts what they read and write; on CUDA, larger ones are then timed against a copy. Their answers are
-/// compared with computations in f64. simd/thread (per_thread.simd_operations in JSON) is the number of SIMD
-/// operations that each thread takes part in.
-///
-/// With --from, nothing is measured: rows that --json-lines wrote and rows of peers become bars of speed, GFLOP/s of
-/// prefill and GB/s of decode, beside the limit that was measured in the same run. GROUP, --dtype, --head-dim, --seq,
-/// --heads, --kv-heads, --batch, --causal, --isa and --threads select rows. Problems without a peer are left out if
-/// others have one.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
-    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
-    flashtile bench kernels --kernel decode --backend cuda\n  \
-    flashtile bench prefill --from rows.jsonl --dtype f32,bf16 --seq 4096 --svg speed.svg"
+    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg"
 )]
 pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// Backend to measure; the group kernels alone can use the simulator
-    #[arg(long, value_parser = backend("The cpu; for the group kernels the simulator", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Simulator]), default_value = "auto")]
+    /// Backend to measure
+    #[arg(long, value_parser = backend("The cpu", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal]), default_value = "auto")]
     pub(crate) backend: Backend,
-    /// For the group kernels: measure only this kernel, a name of `flashtile kernels list`
-    #[arg(long, value_name = "NAME")]
-    pub(crate) kernel: Option<String>,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Tile of every CUDA kernel instead of the planner's choice:
@@ -53,9 +37,9 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); the visibility
-    /// rows have fixed lengths. LOW..HIGH spreads the lengths of a batch over the range: of cached sequences, or of
-    /// packed ones of prefill, each of which is computed as a whole
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768). LOW..HIGH spreads
+    /// the lengths of a batch over the range: of cached sequences, or of packed ones of prefill, each of which is
+    /// computed as a whole
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
     /// Elements of a v vector; default as many as of k
@@ -99,34 +83,20 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     pub(crate) min_time: Option<f64>,
     /// Few rows, short measurements
-    #[arg(long, conflicts_with = "full")]
-    pub(crate) quick: bool,
-    /// Also head dimensions 32 and 256
     #[arg(long)]
-    pub(crate) full: bool,
+    pub(crate) quick: bool,
     /// Print JSON lines instead of tables
     #[arg(long)]
     pub(crate) json: bool,
     /// Write JSON lines to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) json_lines: Option<PathBuf>,
-    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg; with --from, bars
-    /// of speed
+    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
-    /// Only peers of --vs or --from whose names start with one of these, such as torch,llama.cpp
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = NonEmptyStringValueParser::new())]
-    pub(crate) peers: Vec<String>,
-    /// Draw the rows of this file beside its peers with --svg, instead of measuring: rows of --json-lines and JSON lines
-    /// as in --vs
-    #[arg(long, value_name = "FILE")]
-    pub(crate) from: Option<PathBuf>,
-    /// Title of the picture of --from
-    #[arg(long, value_name = "TEXT", requires = "from")]
-    pub(crate) title: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -135,11 +105,7 @@ pub(crate) enum Group {
     Prefill,
     /// One query, many cached keys
     Decode,
-    /// Time relative to visible area: causal, window
-    Visibility,
-    /// Kernels of the kernel language one by one: their memory traffic and, on CUDA, their times
-    Kernels,
-    /// All groups except kernels
+    /// All groups
     All,
 }
 
@@ -173,25 +139,6 @@ impl Lengths {
         }
         let last = batch.saturating_sub(1).max(1);
         Ok((0..batch).map(|n| low + (high - low) * n / last).collect())
-    }
-}
-
-impl BenchArgs {
-    /// Whether the options select the peer of a name.
-    pub(super) fn selects_peer(&self, name: &str) -> bool {
-        self.peers.is_empty() || self.peers.iter().any(|first| name.starts_with(first.as_str()))
-    }
-
-    /// Refuses --peers that select none of the peers in a file.
-    pub(super) fn check_peers(&self, path: &Path, names: &[&str]) -> Result<(), Failure> {
-        let unknown = |first: &&String| !names.iter().any(|name| name.starts_with(first.as_str()));
-        let Some(first) = self.peers.iter().find(unknown) else { return Ok(()) };
-        let mut known = names.to_vec();
-        known.sort_unstable();
-        known.dedup();
-        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        let what = format!("no peer name in {} starts with it, found {known}", path.display());
-        Err(Failure::at(format!("--peers {first}"), what))
     }
 }
 

@@ -1,64 +1,52 @@
 //! Results of other implementations, read from a file of JSON lines.
 
-use super::options::BenchArgs;
 use super::rows::Row;
 use crate::failure::{Failure, Result};
 use crate::input::open;
 use crate::report::counted;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The problem of a row: a peer's row is compared with ours where the keys are equal.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Key {
-    pub(super) kind: String,
-    pub(super) dtype: String,
-    pub(super) d: u64,
-    pub(super) dv: u64,
-    pub(super) h: u64,
-    pub(super) hkv: u64,
-    pub(super) b: u64,
-    pub(super) s: u64,
-    pub(super) causal: bool,
-    pub(super) window: Value,
-    pub(super) layout: String,
-    pub(super) shared: u64,
-    /// If the sequences differ in length.
-    pub(super) lens: Option<Vec<u64>>,
-}
+/// The fields of a row that identify its problem: a peer's row is compared with ours where all of them are equal.
+type Key = [Value; 13];
 
-/// Lengths of sequences, if they differ.
-fn uneven(lens: Vec<u64>) -> Option<Vec<u64>> {
-    let uneven = lens.windows(2).any(|pair| pair[0] != pair[1]);
-    uneven.then_some(lens)
+/// The key of a row, with the usual values of fields that it lacks.
+fn key(row: &Value) -> Key {
+    let or = |name: &str, usual: &Value| if row[name].is_null() { usual.clone() } else { row[name].clone() };
+    let [kind, dtype, s, window] = ["kind", "dtype", "s", "window"].map(|name| row[name].clone());
+    let [d, h, dv, hkv] = [("d", "d"), ("h", "h"), ("dv", "d"), ("hkv", "h")].map(|(n, of)| or(n, &row[of]));
+    let [b, shared] = [or("b", &json!(1)), or("shared", &json!(0))];
+    let [causal, layout] = [or("causal", &json!(false)), or("layout", &json!("dense"))];
+    // Lengths of sequences count where they differ.
+    let uneven = |lens: &&Vec<Value>| lens.windows(2).any(|pair| pair[0] != pair[1]);
+    let lens = row["lens"].as_array().filter(uneven).map_or(Value::Null, |lens| json!(lens));
+    [kind, dtype, d, dv, h, hkv, b, s, causal, window, layout, shared, lens]
 }
 
 #[derive(Debug)]
-pub(super) struct Entry {
-    pub(super) peer: String,
-    pub(super) key: Key,
-    pub(super) seconds: f64,
+struct Entry {
+    peer: String,
+    key: Key,
+    seconds: f64,
 }
 
-/// The numbered rows of a file of JSON lines, without rows that compare visibilities, which have no speed.
-pub(super) fn lines(path: &Path) -> Result<Vec<(usize, Value)>> {
-    let mut text = String::new();
-    let mut file = open(path, "a file of JSON lines")?;
-    file.read_to_string(&mut text).map_err(|e| Failure::at(path.display(), e))?;
-    let mut rows = Vec::new();
-    for (line, text) in (1..).zip(text.lines()).filter(|(_, text)| !text.trim().is_empty()) {
-        let value: Value = serde_json::from_str(text).map_err(|e| Failure::at(place(path, line), e))?;
-        if value.get("kind").and_then(Value::as_str) != Some("visibility") {
-            rows.push((line, value));
-        }
+impl Entry {
+    /// The row, or what it was expected to have.
+    fn new(row: &Value) -> std::result::Result<Self, String> {
+        let is = |names: &[&str], what: &str, holds: fn(&Value) -> bool| {
+            let wrong = names.iter().find(|name| !holds(&row[**name]));
+            wrong.map_or(Ok(()), |name| Err(format!("expected {what} {name}")))
+        };
+        is(&["kind", "dtype", "peer"], "a text", Value::is_string)?;
+        is(&["layout"], "a text", |layout| layout.is_null() || layout.is_string())?;
+        is(&["d", "h", "s"], "a whole number", Value::is_u64)?;
+        is(&["dv", "hkv", "b", "shared"], "a whole number", |n| n.is_null() || n.is_u64())?;
+        is(&["causal"], "true or false", |causal| causal.is_null() || causal.is_boolean())?;
+        let seconds = row["seconds"].as_f64().filter(|s| *s > 0.0 && s.is_finite());
+        let seconds = seconds.ok_or("expected a positive number seconds")?;
+        Ok(Self { peer: row["peer"].as_str().unwrap_or_default().to_owned(), key: key(row), seconds })
     }
-    Ok(rows)
-}
-
-/// A line of a file, in messages.
-pub(super) fn place(path: &Path, line: usize) -> String {
-    format!("{} line {line}", path.display())
 }
 
 /// Peer rows in the order of the file.
@@ -70,14 +58,19 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    /// The rows of a file whose peers are selected.
-    pub(super) fn read(path: &Path, args: &BenchArgs) -> Result<Self> {
-        let entry = |(line, value): (usize, Value)| {
-            entry(&value).map_err(|what| Failure::at(place(path, line), what))
-        };
-        let mut entries = lines(path)?.into_iter().map(entry).collect::<Result<Vec<_>>>()?;
-        args.check_peers(path, &entries.iter().map(|entry| entry.peer.as_str()).collect::<Vec<_>>())?;
-        entries.retain(|entry| args.selects_peer(&entry.peer));
+    /// The rows of a file, without those that compare visibilities, which have no speed.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let mut text = String::new();
+        let mut file = open(path, "a file of JSON lines")?;
+        file.read_to_string(&mut text).map_err(|e| Failure::at(path.display(), e))?;
+        let mut entries = Vec::new();
+        for (line, text) in (1..).zip(text.lines()).filter(|(_, text)| !text.trim().is_empty()) {
+            let refuse = |what: String| Failure::at(format_args!("{} line {line}", path.display()), what);
+            let row: Value = serde_json::from_str(text).map_err(|e| refuse(e.to_string()))?;
+            if row["kind"] != "visibility" {
+                entries.push(Entry::new(&row).map_err(refuse)?);
+            }
+        }
         Ok(Self { path: Some(path.to_owned()), entries })
     }
 
@@ -94,7 +87,7 @@ impl Peers {
 
     /// Seconds of a peer for a row; the last of several measurements.
     pub(super) fn seconds(&self, peer: &str, row: &Row) -> Option<f64> {
-        let key = key_of(row);
+        let key = key(&row.json());
         let same = |entry: &&Entry| entry.peer == peer && entry.key == key;
         self.entries.iter().rev().find(same).map(|entry| entry.seconds)
     }
@@ -114,74 +107,51 @@ impl Peers {
 
     /// Number of peer rows that no row of ours matches.
     pub(super) fn unmatched<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> usize {
-        let keys: Vec<Key> = rows.map(key_of).collect();
+        let keys: Vec<Key> = rows.map(|row| key(&row.json())).collect();
         self.entries.iter().filter(|entry| !keys.contains(&entry.key)).count()
     }
 }
 
-fn key_of(row: &Row) -> Key {
-    let d = row.problem.dims();
-    Key {
-        kind: row.kind.name().to_owned(),
-        dtype: row.problem.dtype().name().to_owned(),
-        d: d.head_dim as u64,
-        dv: d.value_dim as u64,
-        h: d.q_heads as u64,
-        hkv: d.kv_heads as u64,
-        b: row.batch() as u64,
-        s: row.length() as u64,
-        causal: row.causal(),
-        window: window_json(row),
-        layout: row.layout(),
-        shared: row.shared() as u64,
-        lens: row.lens().and_then(|lens| uneven(lens.into_iter().map(|len| len as u64).collect())),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row() -> Value {
+        json!({ "peer": "x", "kind": "prefill", "dtype": "f32", "d": 64, "h": 8, "s": 128, "seconds": 0.5 })
     }
-}
 
-/// `[left, right]`, with null for an unbounded side; null without a window.
-pub(super) fn window_json(row: &Row) -> Value {
-    row.window().map_or(Value::Null, |(left, right)| serde_json::json!([left, right]))
-}
+    #[test]
+    fn fields_that_a_row_lacks_have_their_usual_values() {
+        let mut whole = row();
+        let usual = json!({ "dv": 64, "hkv": 8, "b": 1, "causal": false, "window": null, "layout": "dense", "shared": 0 });
+        whole.as_object_mut().unwrap().extend(usual.as_object().unwrap().clone());
+        assert_eq!(key(&row()), key(&whole));
+        whole["lens"] = json!([128, 128]);
+        assert_eq!(key(&row()), key(&whole));
+        for (name, value) in [("lens", json!([128, 64])), ("hkv", json!(2)), ("window", json!([3, null]))] {
+            let mut other = row();
+            other[name] = value;
+            assert_ne!(key(&row()), key(&other), "{name}");
+        }
+    }
 
-pub(super) fn entry(value: &Value) -> std::result::Result<Entry, String> {
-    let text = |name: &str| {
-        let found = value.get(name).and_then(Value::as_str).map(str::to_owned);
-        found.ok_or_else(|| format!("expected a text {name}"))
-    };
-    let optional = |name: &str, default: u64| match value.get(name) {
-        None | Some(Value::Null) => Ok(default),
-        Some(number) => number.as_u64().ok_or_else(|| format!("expected a whole number {name}")),
-    };
-    let number = |name: &str| {
-        let found = value.get(name).and_then(Value::as_u64);
-        found.ok_or_else(|| format!("expected a whole number {name}"))
-    };
-    let seconds = value.get("seconds").and_then(Value::as_f64).filter(|s| *s > 0.0 && s.is_finite());
-    let (d, h) = (number("d")?, number("h")?);
-    let key = Key {
-        kind: text("kind")?,
-        dtype: text("dtype")?,
-        d,
-        dv: optional("dv", d)?,
-        h,
-        hkv: optional("hkv", h)?,
-        b: optional("b", 1)?,
-        s: number("s")?,
-        causal: match value.get("causal") {
-            None | Some(Value::Null) => false,
-            Some(causal) => causal.as_bool().ok_or("expected true or false causal")?,
-        },
-        window: value.get("window").cloned().unwrap_or(Value::Null),
-        layout: match value.get("layout") {
-            None | Some(Value::Null) => "dense".to_owned(),
-            Some(layout) => layout.as_str().ok_or("expected a text layout")?.to_owned(),
-        },
-        shared: optional("shared", 0)?,
-        lens: value
-            .get("lens")
-            .and_then(Value::as_array)
-            .and_then(|lens| uneven(lens.iter().map(|len| len.as_u64().unwrap_or(0)).collect())),
-    };
-    let seconds = seconds.ok_or("expected a positive number seconds")?;
-    Ok(Entry { peer: text("peer")?, key, seconds })
+    #[test]
+    fn rows_that_are_not_understood_are_refused() {
+        let cases = [
+            ("peer", json!(null), "expected a text peer"),
+            ("kind", json!(1), "expected a text kind"),
+            ("d", json!(-1), "expected a whole number d"),
+            ("b", json!("two"), "expected a whole number b"),
+            ("causal", json!("yes"), "expected true or false causal"),
+            ("layout", json!(7), "expected a text layout"),
+            ("seconds", json!(0), "expected a positive number seconds"),
+        ];
+        assert!(Entry::new(&row()).is_ok());
+        for (name, value, why) in cases {
+            let mut wrong = row();
+            wrong[name] = value;
+            assert_eq!(Entry::new(&wrong).unwrap_err(), why);
+        }
+        assert_eq!(Entry::new(&json!([1])).unwrap_err(), "expected a text kind");
+    }
 }

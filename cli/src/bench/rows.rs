@@ -2,11 +2,11 @@
 
 use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::failure::{Failure, Result};
-use crate::options::Kernels;
 use flashtile::{
     Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, Sequences, SharedPrefix,
     Visibility,
 };
+use serde_json::{Value, json};
 
 /// Tokens per page by default.
 const PAGE: usize = 16;
@@ -175,24 +175,32 @@ impl Row {
         self.problem.desc().prefixes.first().map_or(0, |prefix| prefix.len)
     }
 
-    pub(super) fn causal(&self) -> bool {
-        self.problem.desc().visibility.right() == Some(0)
+    /// The fields that identify the problem, as rows of peers have them.
+    pub(super) fn json(&self) -> Value {
+        let dims = self.problem.dims();
+        json!({
+            "kind": self.kind.name(),
+            "dtype": self.problem.dtype().name(),
+            "d": dims.head_dim,
+            "dv": dims.value_dim,
+            "h": dims.q_heads,
+            "hkv": dims.kv_heads,
+            "b": self.batch(),
+            "s": self.length(),
+            "lens": self.lens(),
+            "causal": self.problem.desc().visibility.right() == Some(0),
+            "window": self.window(),
+            "layout": self.layout(),
+            "shared": self.shared(),
+        })
     }
 
-    /// Keys to the left and right, if there is a window in addition to causality.
-    pub(super) fn window(&self) -> Option<(Option<usize>, Option<usize>)> {
+    /// Keys to the left and right, `null` where a side is unbounded, if there is a window in addition to causality.
+    fn window(&self) -> Option<[Option<usize>; 2]> {
         let band = self.problem.desc().visibility;
         let right = band.right().filter(|&right| right > 0);
-        (band.left().is_some() || right.is_some()).then_some((band.left(), right))
+        (band.left().is_some() || right.is_some()).then_some([band.left(), right])
     }
-}
-
-/// Two rows whose times are compared with their visible areas.
-#[derive(Debug, Clone)]
-pub(super) struct Pair {
-    pub(super) name: &'static str,
-    pub(super) part: Row,
-    pub(super) whole: Row,
 }
 
 /// Values of options that were given, or the defaults.
@@ -203,12 +211,7 @@ fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 fn head_dims(args: &BenchArgs, default: &[usize]) -> Vec<usize> {
-    let usual = match (args.full, args.quick) {
-        (true, _) => &[32, 64, 128, 256],
-        (_, true) => &[128][..],
-        _ => default,
-    };
-    or(&args.head_dim, usual)
+    or(&args.head_dim, if args.quick { &[128] } else { default })
 }
 
 fn dtypes(args: &BenchArgs) -> Vec<Dtype> {
@@ -321,42 +324,8 @@ fn dims(
     or(&args.batch, &[1]).iter().flat_map(of).collect()
 }
 
-/// Pairs of rows that differ only in their visible area.
-pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
-    /// Keys that a query with a window sees, including its own.
-    const WINDOW: usize = 256;
-    let lengths: [usize; 2] = if args.quick { [1024, 2048] } else { [4096, 8192] };
-    let causal = Visibility::causal();
-    let window = Visibility::window(Some(WINDOW - 1), Some(0));
-    let mut pairs = Vec::new();
-    for dtype in or(&args.dtype, &[Dtype::F32]) {
-        for head_dim in or(&args.head_dim, &[64]) {
-            let pair = |name, length: usize, part, whole| {
-                let of = |dims| {
-                    let row = |visibility| Row::new(Kind::Prefill, dims, dtype, visibility);
-                    Ok(Pair { name, part: row(part)?, whole: row(whole)? })
-                };
-                dims(args, (8, 8), length, (length, head_dim)).into_iter().map(of).collect::<Result<Vec<_>>>()
-            };
-            let [short, long] = lengths;
-            pairs.extend(pair("causal / full", short, causal, Visibility::full())?);
-            pairs.extend(pair("window 256 / causal", long, window, causal)?);
-        }
-    }
-    Ok(pairs)
-}
-
 /// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
-    if !args.peers.is_empty() && args.vs.is_none() {
-        return Err(Failure::at("--peers", "needs --vs FILE or --from FILE, which have the rows of peers"));
-    }
-    if args.group == Group::Kernels {
-        return check_kernels(args);
-    }
-    if args.kernel.is_some() {
-        return Err(Failure::at("--kernel", "needs the group kernels"));
-    }
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
         return Err(Failure::at("--cache", "needs the group decode"));
     }
@@ -375,54 +344,5 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));
     }
-    if args.group != Group::Visibility {
-        return Ok(());
-    }
-    let given = [
-        ("--seq", !args.seq.is_empty()),
-        ("--causal", args.causal),
-        ("--window", args.window.is_some()),
-        ("--full", args.full),
-        ("--vs", args.vs.is_some()),
-        ("--svg", args.svg.is_some()),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        None => Ok(()),
-        Some((option, _)) => {
-            Err(Failure::at(option, "does not apply to visibility, whose lengths and masks are fixed"))
-        }
-    }
-}
-
-/// Options of other groups have no effect on kernels, whose shapes are fixed.
-fn check_kernels(args: &BenchArgs) -> Result<()> {
-    let given = [
-        ("--tile", args.tile.is_some()),
-        ("--kernels", args.kernels.choice != Kernels::Auto),
-        ("--isa", args.cpu.isa.is_some()),
-        ("--threads", args.cpu.threads.is_some()),
-        ("--dtype", !args.dtype.is_empty()),
-        ("--head-dim", !args.head_dim.is_empty()),
-        ("--seq", !args.seq.is_empty()),
-        ("--value-dim", args.value_dim.is_some()),
-        ("--heads", args.heads.is_some()),
-        ("--kv-heads", !args.kv_heads.is_empty()),
-        ("--batch", !args.batch.is_empty()),
-        ("--cache", args.cache != [CacheKind::Dense]),
-        ("--page", args.page.is_some()),
-        ("--codec", !args.codec.is_empty()),
-        ("--queries", args.queries.is_some()),
-        ("--shared", args.shared.is_some()),
-        ("--causal", args.causal),
-        ("--window", args.window.is_some()),
-        ("--min-time", args.min_time.is_some()),
-        ("--quick", args.quick),
-        ("--full", args.full),
-        ("--svg", args.svg.is_some()),
-        ("--vs", args.vs.is_some()),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        None => Ok(()),
-        Some((option, _)) => Err(Failure::at(option, "does not apply to kernels, whose shapes are fixed")),
-    }
+    Ok(())
 }

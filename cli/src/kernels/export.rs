@@ -1,8 +1,7 @@
 //! `flashtile kernels export`: a folder of kernels for programs in other languages than Rust.
 
-use super::manifest::{MANIFEST, SWIFT, file, manifest};
+use super::manifest::{MANIFEST, file, manifest};
 use super::select::{Set, VariantArgs, kernel};
-use super::swift::swift;
 use crate::failure::{Failure, Result};
 use crate::output::NewFolder;
 use crate::report;
@@ -11,11 +10,10 @@ use flashtile::kernel::{Instance, Limits, Target};
 use flashtile::kernels::{metal_instance_of, metal_instances};
 use std::path::PathBuf;
 
-/// Write kernels for programs without Rust: Metal sources, a manifest, and Swift that launches them
+/// Write kernels for programs without Rust: Metal sources and a manifest
 ///
-/// DIR gets a Metal source for each instance, manifest.json with all that a launch needs (bindings, layouts of structs, function
-/// constants, threads, conditions), and FlashtileKernels.swift, which compiles and encodes the kernels. It is written whole or not at
-/// all, and must be new or empty.
+/// DIR gets a Metal source for each instance, and manifest.json with all that a launch needs: bindings, layouts of structs, function
+/// constants, threads, conditions. DIR must not exist, and is written whole or not at all.
 ///
 /// Without names, every listed instance is written. A name is that of an instance, or that of a kernel: its instance for the options,
 /// whose defaults describe a bf16 problem of head dimension 128 without quantization, or with --all every listed one. Of prefill they
@@ -25,7 +23,7 @@ use std::path::PathBuf;
     flashtile kernels export kernels prefill decode merge --target metal --head-dim 64 --dtype f16\n  \
     flashtile kernels export kernels encode read_codes --all --target metal")]
 pub(crate) struct ExportArgs {
-    /// Folder to write: a new one, or one that is empty
+    /// Folder to write, which does not exist yet
     #[arg(value_name = "DIR")]
     pub(crate) folder: PathBuf,
     /// Kernels or instances; default all that are listed
@@ -72,10 +70,9 @@ pub(super) fn export(args: &ExportArgs) -> Result<()> {
         folder.text(&file(instance), &instance.source(Target::Metal))?;
     }
     folder.text(MANIFEST, &manifest(&instances))?;
-    folder.text(SWIFT, &swift(&instances))?;
     folder.finish()?;
     let (count, place) = (report::counted(instances.len(), "kernel"), args.folder.display());
-    report::line(format_args!("{count}, {MANIFEST} and {SWIFT} in {place}"))
+    report::line(format_args!("{count} and {MANIFEST} in {place}"))
 }
 
 /// The instances to write, in the order of their names.

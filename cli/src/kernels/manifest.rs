@@ -1,18 +1,15 @@
 //! `manifest.json` of exported kernels: all that a launch needs, for programs in any language.
 
-use super::condition;
-use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, summary};
+use super::describe::{bound, element, field_json, grid, indexed, parameters_json, summary};
 use super::print::SourceTarget;
-use flashtile::kernel::source::{Parameter, ParameterKind, Threads};
+use flashtile::kernel::source::{Cpp, ItemSource, Parameter, ParameterKind, Threads, dependencies};
 use flashtile::kernel::{Instance, Kernel, ParamsField, ScalarType};
 use flashtile::kernels::KERNELS;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 
 /// Name of the file that describes the others.
 pub(super) const MANIFEST: &str = "manifest.json";
-
-/// Name of the file for programs in Swift.
-pub(super) const SWIFT: &str = "FlashtileKernels.swift";
 
 /// The version of the manifest: it grows when a field changes its meaning or goes away.
 const FORMAT: u32 = 1;
@@ -26,12 +23,10 @@ pub(super) fn manifest(instances: &[Instance]) -> String {
         "language": "Metal Shading Language",
         "language_version": "3.1",
         "math_mode": "safe",
-        "swift": SWIFT,
     });
     let kernels = kernels(instances);
-    let structs = structs(&kernels).into_iter().map(|of| struct_json(&of)).collect();
     let lists: [(&str, Vec<Value>); 3] = [
-        ("structs", structs),
+        ("structs", structs(&kernels)),
         ("kernels", kernels.into_iter().map(kernel_json).collect()),
         ("instances", instances.iter().map(instance_json).collect()),
     ];
@@ -50,51 +45,26 @@ pub(super) fn file(instance: &Instance) -> String {
 }
 
 /// The kernels of some instances, in the order of the list.
-pub(super) fn kernels(instances: &[Instance]) -> Vec<&'static Kernel> {
+fn kernels(instances: &[Instance]) -> Vec<&'static Kernel> {
     let has = |kernel: &&Kernel| instances.iter().any(|instance| instance.kernel().name == kernel.name);
     KERNELS.iter().copied().filter(has).collect()
 }
 
-/// A struct of parameters.
-pub(super) struct Struct {
-    pub(super) name: &'static str,
-    pub(super) bytes: usize,
-    pub(super) fields: &'static [ParamsField],
-}
-
-impl Struct {
-    /// Bytes that its address is a multiple of.
-    pub(super) fn alignment(&self) -> usize {
-        self.fields.iter().map(|field| field.element.bytes()).max().unwrap_or(1)
+/// The structs of the parameters of some kernels, each once, in the order of their names.
+fn structs(kernels: &[&Kernel]) -> Vec<Value> {
+    let mut structs = BTreeMap::new();
+    for parameter in kernels.iter().flat_map(|kernel| kernel.parameters) {
+        let ParameterKind::Params { cpp, bytes, fields } = parameter.kind else { continue };
+        let field = |field: &ParamsField| {
+            let mut json = field_json(field);
+            json["bytes"] = json!(field.len * field.element.bytes());
+            json
+        };
+        let alignment = fields.iter().map(|field| field.element.bytes()).max().unwrap_or(1);
+        let fields: Vec<Value> = fields.iter().map(field).collect();
+        structs.insert(cpp, json!({ "name": cpp, "bytes": bytes, "alignment": alignment, "fields": fields }));
     }
-}
-
-/// The structs of some kernels, each once, in the order of their names.
-pub(super) fn structs(kernels: &[&Kernel]) -> Vec<Struct> {
-    let parameters = kernels.iter().flat_map(|kernel| kernel.parameters);
-    let mut structs: Vec<Struct> = parameters
-        .filter_map(|parameter| match parameter.kind {
-            ParameterKind::Params { cpp, bytes, fields } => Some(Struct { name: cpp, bytes, fields }),
-            ParameterKind::Buffer { .. } | ParameterKind::Scalar(_) | ParameterKind::Constant(_) => None,
-        })
-        .collect();
-    structs.sort_by_key(|of| of.name);
-    structs.dedup_by_key(|of| of.name);
-    structs
-}
-
-fn struct_json(of: &Struct) -> Value {
-    let field = |field: &ParamsField| {
-        let mut json = field_json(field);
-        json["bytes"] = json!(field.len * field.element.bytes());
-        json
-    };
-    json!({
-        "name": of.name,
-        "bytes": of.bytes,
-        "alignment": of.alignment(),
-        "fields": of.fields.iter().map(field).collect::<Vec<_>>(),
-    })
+    structs.into_values().collect()
 }
 
 fn kernel_json(kernel: &'static Kernel) -> Value {
@@ -103,21 +73,34 @@ fn kernel_json(kernel: &'static Kernel) -> Value {
         let parameter = &of.parameter;
         json!({ "name": parameter.name, "type": bound(parameter.kind), "derived": of.expression })
     });
-    let requires = kernel.requirements.iter().map(|requirement| {
-        let in_swift = condition::swift(kernel, requirement.condition).is_some();
-        json!({ "message": requirement.message, "condition": requirement.condition, "checked_in_swift": in_swift })
-    });
+    let requires =
+        kernel.requirements.iter().map(|of| json!({ "message": of.message, "condition": of.condition }));
     json!({
         "kernel": kernel.name,
         "does": summary(kernel),
-        "docs": docs(kernel),
+        "docs": kernel.docs.trim(),
         "defined_in": kernel.source.file,
         "exact": kernel.exact,
         "grid": grid(kernel),
         "generics": generics.chain(derived).collect::<Vec<_>>(),
         "parameters": parameters_json(kernel),
         "requires": requires.collect::<Vec<_>>(),
+        "constants": constants(kernel),
     })
+}
+
+/// Constants of the kernel's source that its conditions name: a reader of the manifest has no source in Rust.
+fn constants(kernel: &'static Kernel) -> Map<String, Value> {
+    let words = |text: &'static str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let named = |name| kernel.requirements.iter().any(|of| words(of.condition).any(|word| word == name));
+    let number = |item: &ItemSource| match item.cpp {
+        Cpp::Table { len: None, literals, .. } if named(item.name) => Some((
+            item.name.to_owned(),
+            json!(literals().concat().trim_end_matches('u').parse::<u32>().ok()?),
+        )),
+        _ => None,
+    };
+    dependencies(&kernel.source).into_iter().filter_map(number).collect()
 }
 
 fn instance_json(instance: &Instance) -> Value {

@@ -1,13 +1,11 @@
 //! `flashtile kernels`: kernels of the kernel language, listed, printed and exported.
 
-mod condition;
 mod describe;
 mod export;
 mod list;
 mod manifest;
 mod print;
 pub(crate) mod select;
-mod swift;
 
 use crate::failure::Result;
 use clap::Subcommand;

@@ -11,9 +11,8 @@ use std::path::PathBuf;
 
 /// Print the whole source of an instance, ready for a compiler
 ///
-/// An instance is selected by its name, as `flashtile kernels list --instances`, `bench kernels` and `check --json`
-/// print it, or by its kernel and options. The defaults of the options describe a bf16 problem of head dimension 128
-/// without quantization.
+/// An instance is selected by its name, as `flashtile kernels list --instances` and `check --json` print it, or by its
+/// kernel and options. The defaults of the options describe a bf16 problem of head dimension 128 without quantization.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \

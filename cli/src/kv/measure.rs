@@ -74,20 +74,8 @@ impl Sums {
 
     pub(super) fn add(&mut self, other: &Self) {
         self.queries += other.queries;
-        for (mine, theirs) in self.keys.iter_mut().zip(&other.keys) {
-            match (mine, theirs) {
-                (Ok(mine), Ok(theirs)) => mine.add(theirs),
-                (mine @ Ok(_), Err(_)) => mine.clone_from(theirs),
-                (Err(_), _) => {}
-            }
-        }
-        for (mine, theirs) in self.values.iter_mut().zip(&other.values) {
-            match (mine, theirs) {
-                (Ok(mine), Ok(theirs)) => mine.add(*theirs),
-                (mine @ Ok(_), Err(_)) => mine.clone_from(theirs),
-                (Err(_), _) => {}
-            }
-        }
+        add(&mut self.keys, &other.keys, KeyErrors::add);
+        add(&mut self.values, &other.values, |mine, theirs| mine.add(*theirs));
         for (mine, theirs) in self.out.iter_mut().flatten().zip(other.out.iter().flatten()) {
             *mine = mine.zip(*theirs).map(|(mut mine, theirs)| {
                 mine.add(theirs);
@@ -132,6 +120,17 @@ impl Sums {
 
     fn of_queries(&self, sum: f64) -> Option<f64> {
         (self.queries > 0).then(|| number(sum / self.queries as f64))
+    }
+}
+
+/// Adds errors by codec, or keeps the first refusal.
+fn add<T: Clone>(mine: &mut [Result<T, String>], theirs: &[Result<T, String>], sum: impl Fn(&mut T, &T)) {
+    for pair in mine.iter_mut().zip(theirs) {
+        match pair {
+            (Ok(mine), Ok(theirs)) => sum(mine, theirs),
+            (mine @ Ok(_), theirs @ Err(_)) => mine.clone_from(theirs),
+            (Err(_), _) => {}
+        }
     }
 }
 

@@ -193,12 +193,16 @@ impl Report<'_> {
         text
     }
 
-    /// `keys int8 centered, values tq5: 6.63 bits per element`.
-    fn words(&self, candidate: Candidate) -> String {
+    /// `keys int8 centered, values tq5`.
+    fn named(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
         let centered = if key.centered { " centered" } else { "" };
-        let value = self.codecs.values[candidate.value];
-        format!("keys {}{centered}, values {value}: {:.2} bits per element", key.codec, candidate.bits)
+        format!("keys {}{centered}, values {}", key.codec, self.codecs.values[candidate.value])
+    }
+
+    /// `keys int8 centered, values tq5: 6.63 bits per element`.
+    fn words(&self, candidate: Candidate) -> String {
+        format!("{}: {:.2} bits per element", self.named(candidate), candidate.bits)
     }
 
     /// The options that store keys and values that way.
@@ -251,15 +255,12 @@ impl Report<'_> {
             row.extend(errors(&measured.all, [candidate.key, candidate.value], worst));
             table.push(row);
         }
-        let key = self.codecs.keys[candidate.key];
-        let (centered, value) =
-            (if key.centered { " centered" } else { "" }, self.codecs.values[candidate.value]);
         let of = if listed.len() < self.pairs.len() {
             format!(", the {MAX_PAIRS} with the largest kl of {}", self.pairs.len())
         } else {
             String::new()
         };
-        format!("keys {}{centered}, values {value}{of}:\n{table}", key.codec)
+        format!("{}{of}:\n{table}", self.named(candidate))
     }
 }
 

@@ -31,7 +31,6 @@ fn help_and_version() {
         &["kernels", "print", "--help"],
         &["kernels", "export", "--help"],
         &["completions", "--help"],
-        &["man", "--help"],
     ] {
         let text = ok(args);
         assert!(text.contains("Usage: flashtile") && text.contains("Example"), "{args:?}: {text}");
@@ -53,7 +52,7 @@ fn help_and_version() {
             })
             .count()
     };
-    assert_eq!(["run", "check", "bench", "plan"].map(backends), [3, 2, 2, 1]);
+    assert_eq!(["run", "check", "bench", "plan"].map(backends), [3, 2, 1, 1]);
     let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(check.contains("default all of this machine"), "{check}");
     let (users, developers) = check.split_once(" Options for developers of flashtile: ").unwrap();
@@ -249,7 +248,7 @@ fn help_names_other_devices() {
         ("run", chosen),
         ("plan", chosen),
         ("check", "auto: Every backend of this machine but the simulator; of CUDA the first device"),
-        ("bench", "auto: The cpu; for the group kernels the simulator"),
+        ("bench", "auto: The cpu"),
     ];
     for (command, auto) in autos {
         let help = ok(&[command, "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
@@ -309,17 +308,11 @@ fn cases_are_listed() {
 }
 
 #[test]
-fn shells_and_manual_pages() {
+fn scripts_of_shells() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = ok(&["completions", shell]);
         assert!(script.contains("flashtile") && script.contains("center-keys"), "{shell}");
     }
-    let folder = Folder::empty();
-    let man = folder.path().join("man1");
-    let path = man.to_str().unwrap();
-    assert_eq!(ok(&["man", path]), format!("13 pages in {path}\n"));
-    let page = std::fs::read_to_string(man.join("flashtile-kernels-print.1")).unwrap();
-    assert!(page.contains(".TH flashtile-kernels-print") && page.contains("\\-\\-head\\-dim"), "{page}");
     assert_refused(&flashtile(["completions", "cmd"]), "[possible values: bash, ", "cmd");
 }
 

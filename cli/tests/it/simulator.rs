@@ -5,7 +5,6 @@ use crate::examples::data;
 use crate::files::{Folder, Tensor, max_abs, nrmse, qkv};
 use crate::kernels::json_lines;
 use safetensors::tensor::Dtype;
-use serde_json::Value;
 
 /// Every feature on the simulator, over elements and over codes, against the CPU's kernels.
 #[test]
@@ -69,42 +68,6 @@ fn the_simulator_refuses_what_would_take_long() {
     let why = "more scores than the simulator takes, 600000: 720000; \
                --backend auto, cpu or reference takes this problem";
     folder.refuse(&["--backend", "simulator"], why);
-}
-
-#[test]
-fn kernels_are_measured() {
-    let folder = Folder::empty();
-    let file = folder.path().join("rows.jsonl");
-    let lines = ["--json", "--json-lines", file.to_str().unwrap()];
-    let rows = json_lines(&[&["bench", "kernels", "--kernel", "hadamard"], &lines[..]].concat());
-    let [row] = &rows[..] else { panic!("{rows:?}") };
-    assert_eq!((&row["kernel"], &row["backend"]), (&"hadamard".into(), &"simulator".into()));
-    let of = |name: &str| row[name].as_u64().unwrap();
-    let numbers = row["shape"]["rows"].as_u64().unwrap() * 128;
-    assert_eq!((of("bytes"), of("device_written")), (8 * numbers, 4 * numbers), "{row}");
-    assert!(of("device_read") >= 4 * numbers && of("barriers") == 0, "{row}");
-    assert!(row["error"].as_f64().unwrap() <= row["tolerance"].as_f64().unwrap(), "{row}");
-    let each = |name: &str| row["per_thread"][name].as_f64().unwrap();
-    assert_eq!(each("device_written"), of("device_written") as f64 / of("threads") as f64);
-    assert_eq!(each("simd_operations"), (32 * of("simd_operations")) as f64 / of("threads") as f64);
-    let table = ok(&["bench", "kernels", "--kernel", "hadamard"]);
-    assert!(table.contains(&format!(" {:.1} ", each("simd_operations"))), "{table}");
-    let written = std::fs::read_to_string(&file).unwrap();
-    // Both are parsed, since the parser may change the last bit of a number.
-    let lines: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(&lines, &rows);
-
-    // `kernels print` accepts every instance that `bench kernels` names, including those that `kernels list` omits.
-    for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
-        let name = row["instance"].as_str().unwrap();
-        let text = ok(&["kernels", "print", name, "--target", "cuda"]);
-        assert!(text.contains(&format!("\n{name}(")), "{name} in {text}");
-    }
-    let table = ok(&["bench", "kernels", "--kernel", "append"]);
-    assert!(
-        table.contains("\n1 append") && table.contains("\n1 append_bf16_2: rows 40, dim 128\n"),
-        "{table}"
-    );
 }
 
 #[test]

@@ -3,10 +3,10 @@
 use flashtile_core::codec::convert;
 use flashtile_core::dtype::Dtype;
 
-/// A seeded generator (SplitMix64): a seed gives the same values in every run.
+/// A seeded generator: a seed gives the same values in every run.
 #[derive(Debug, Clone)]
 pub struct Rng {
-    state: u64,
+    uniform: fastrand::Rng,
     spare: Option<f64>,
 }
 
@@ -14,34 +14,22 @@ impl Rng {
     /// A generator of its own for each seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
-        let mut rng = Self { state: seed, spare: None };
-        // Neighbouring seeds would give the same values one step apart.
-        rng.state = rng.bits();
-        rng
-    }
-
-    fn bits(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let x = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
+        Self { uniform: fastrand::Rng::with_seed(seed), spare: None }
     }
 
     /// An integer in `0..n`; 0 if `n` is 0.
     pub fn below(&mut self, n: usize) -> usize {
-        ((u128::from(self.bits()) * n as u128) >> 64) as usize
+        self.uniform.usize(..n.max(1))
     }
 
     /// Puts the elements in random order.
     pub fn shuffle<T>(&mut self, list: &mut [T]) {
-        for n in (1..list.len()).rev() {
-            list.swap(n, self.below(n + 1));
-        }
+        self.uniform.shuffle(list);
     }
 
     /// Uniform in `[-1, 1)`.
     fn symmetric(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+        2.0 * self.uniform.f64() - 1.0
     }
 
     /// Normal with mean 0 and variance 1 (Marsaglia's polar method).
