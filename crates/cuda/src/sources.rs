@@ -38,7 +38,12 @@ const SM90_SPLIT_F32: &str = include_str!("kernels/sm90/split_f32.cuh");
 const SM90_TILES: &str = include_str!("kernels/sm90/tiles.cuh");
 const SM90_RECOMPUTE: &str = include_str!("kernels/sm90/recompute.cuh");
 const SM90_SHARED_MERGE: &str = include_str!("kernels/sm90/shared_merge.cuh");
-const SM90_BLOCK: &str = include_str!("kernels/sm90/block.cuh");
+const SM90_SHARED_MEMORY: &str = include_str!("kernels/sm90/shared_memory.cuh");
+const SM90_TILE_SCHEDULER: &str = include_str!("kernels/sm90/tile_scheduler.cuh");
+const SM90_PRODUCER: &str = include_str!("kernels/sm90/producer.cuh");
+const SM90_CONSUMER: &str = include_str!("kernels/sm90/consumer.cuh");
+const SM90_EPILOGUE: &str = include_str!("kernels/sm90/epilogue.cuh");
+const SM90_FORWARD: &str = include_str!("kernels/sm90/forward.cuh");
 const SM90_PREFILL: &str = include_str!("kernels/sm90/prefill.cu");
 const SM90_PREFILL_WIDE: &str = include_str!("kernels/sm90/prefill_wide.cu");
 const SM90_PREFILL_F32: &str = include_str!("kernels/sm90/prefill_f32.cu");
@@ -67,8 +72,10 @@ impl Family {
             |kernel| common.into_iter().chain([SM80_TILES, COPY_TILE, STORE, SM80_GEMM, kernel]).collect();
         let sm90 = |kernel| {
             let tiles = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, SM90_SPLIT_F32, STORE];
-            let ends = [SM90_RECOMPUTE, SM90_SHARED_MERGE, SM90_BLOCK, kernel];
-            common.into_iter().chain(tiles).chain(ends).collect()
+            let merge = [SM90_RECOMPUTE, SM90_SHARED_MERGE];
+            let roles = [SM90_SHARED_MEMORY, SM90_TILE_SCHEDULER, SM90_PRODUCER, SM90_CONSUMER, SM90_EPILOGUE];
+            let ends = [SM90_FORWARD, kernel];
+            common.into_iter().chain(tiles).chain(merge).chain(roles).chain(ends).collect()
         };
         match self {
             Self::Sm80Prefill => sm80(SM80_PREFILL),
@@ -157,17 +164,17 @@ impl Source {
     fn sm90(kernel: &Sm90Kernel, access: Access) -> Self {
         let Sm90Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
         let Sm90Tile { keys, stages, ping_pong, shares_rows, .. } = tile;
-        let value_teams = tile.value_teams();
-        let (team_keys, team_columns) = (keys / value_teams, value_dim / value_teams);
-        let mut columns = vec![team_keys, team_columns];
+        let value_consumers = tile.value_consumers();
+        let (consumer_keys, consumer_columns) = (keys / value_consumers, value_dim / value_consumers);
+        let mut columns = vec![consumer_keys, consumer_columns];
         columns.sort_unstable();
         columns.dedup();
         let constants = [
             format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
-            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {team_columns};"),
-            format!("constexpr int WARPS_Q = {}, WARPS_K = {value_teams}, MMA_M = 1;", tile.rows() / 16),
-            format!("constexpr int VALUE_TEAMS = {value_teams};"),
-            format!("constexpr int WARP_KEYS = {team_keys}, STAGES = {stages};"),
+            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {consumer_columns};"),
+            format!("constexpr int WARPS_Q = {}, WARPS_K = {value_consumers}, MMA_M = 1;", tile.rows() / 16),
+            format!("constexpr int VALUE_CONSUMERS = {value_consumers};"),
+            format!("constexpr int WARP_KEYS = {consumer_keys}, STAGES = {stages};"),
             format!("constexpr int Q_STAGES = {};", kernel.q_stages()),
             format!("constexpr int EXTRA_K_STAGES = {};", kernel.key_stages() - stages),
             format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
@@ -198,7 +205,7 @@ impl Source {
         let constants = [
             format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
             format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
-            format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k}, VALUE_TEAMS = 1;"),
+            format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k}, VALUE_CONSUMERS = 1;"),
             format!("constexpr int MMA_M = {fragments}, WARP_KEYS = {warp_keys}, STAGES = {stages};"),
             format!("constexpr int BLOCKS_PER_SM = {resident}, SHARED_BYTES = {};", kernel.shared_bytes()),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};"),

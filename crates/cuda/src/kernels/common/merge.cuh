@@ -5,7 +5,7 @@
 
 constexpr int PARTIAL_FLOATS = BLOCK_M * (VALUE_DIM + 2), PARTIAL_ROW_MAX = BLOCK_M * VALUE_DIM, PARTIAL_ROW_SUM = PARTIAL_ROW_MAX + BLOCK_M;
 // From one split's partial to the next split's.
-constexpr int PARTIAL_STEP = VALUE_TEAMS * PARTIAL_FLOATS;
+constexpr int PARTIAL_STEP = VALUE_CONSUMERS * PARTIAL_FLOATS;
 // Quads of four columns of a row.
 constexpr int QUADS = VALUE_DIM / 4;
 
@@ -23,7 +23,7 @@ DEVICE void add_times(float4& sum, float4 x, float factor) {
     sum.x = fmaf(x.x, factor, sum.x), sum.y = fmaf(x.y, factor, sum.y), sum.z = fmaf(x.z, factor, sum.z), sum.w = fmaf(x.w, factor, sum.w);
 }
 
-DEVICE float* partial_at(const ForwardParams& p, u32 partial) { return (float*)p.partials + (u64)partial * PARTIAL_STEP + value_team() * PARTIAL_FLOATS; }
+DEVICE float* partial_at(const ForwardParams& p, u32 partial) { return (float*)p.partials + (u64)partial * PARTIAL_STEP + value_consumer() * PARTIAL_FLOATS; }
 
 // Stores four columns of a row of a tile in a partial.
 DEVICE void store_partial(const ForwardParams& p, u32 partial, u32 row, u32 column, PartialRow x) {

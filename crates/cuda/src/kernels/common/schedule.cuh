@@ -27,12 +27,12 @@ DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 f
 }
 
 // The panel of values whose columns this thread's team computes.
-DEVICE u32 value_panel(const WorkTile& work_tile) { return work_tile.panel * VALUE_TEAMS + value_team(); }
+DEVICE u32 value_panel(const WorkTile& work_tile) { return work_tile.panel * VALUE_CONSUMERS + value_consumer(); }
 
 // The columns of values from that panel on: none where another team has the last.
 DEVICE u32 value_columns(const ForwardParams& p, const WorkTile& work_tile) {
     u32 before = value_panel(work_tile) * VALUE_DIM;
-    return VALUE_TEAMS > 1 && before > p.value_dim ? 0 : p.value_dim - before;
+    return VALUE_CONSUMERS > 1 && before > p.value_dim ? 0 : p.value_dim - before;
 }
 
 // The tile of keys behind the last of a work tile.

@@ -4,7 +4,7 @@
 //   HEAD_DIM            head dimension, rounded up to a multiple of 32
 //   VALUE_DIM           columns of v that a work tile computes (a panel), rounded up to a multiple of 32
 //   WARPS_Q, WARPS_K    warps over the rows or over the keys of a tile, the other 1 (wgmma: teams of WARPS_Q warps over the keys)
-//   VALUE_TEAMS         teams of four warps that share rows, of which each computes VALUE_DIM columns, else 1
+//   VALUE_CONSUMERS         teams of four warps that share rows, of which each computes VALUE_DIM columns, else 1
 //   MMA_M               fragments of 16 rows of a warp
 //   WARP_KEYS           keys of a tile that one warp multiplies at a time
 //   STAGES              tiles of values, and of keys, in shared memory (sm90 may have one more of keys)
@@ -24,7 +24,7 @@ constexpr int ELEMENT_BYTES = DTYPE == F32 ? 4 : 2;
 constexpr int WARPS = WARPS_Q * WARPS_K, THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * MMA_M, BLOCK_M = WARP_ROWS * WARPS_Q, BLOCK_N = WARP_KEYS * WARPS_K;
 // The team of a thread that multiplies, among those that share rows.
-DEVICE u32 value_team() { return VALUE_TEAMS > 1 && threadIdx.x < THREADS ? threadIdx.x / 128 : 0; }
+DEVICE u32 value_consumer() { return VALUE_CONSUMERS > 1 && threadIdx.x < THREADS ? threadIdx.x / 128 : 0; }
 
 // True if each warp copies and multiplies keys of its own.
 constexpr bool WARPS_SPLIT_KEYS = WARPS_Q == 1;

@@ -15,7 +15,7 @@ DEVICE constexpr int padded_columns(int columns) { return (columns + PANEL_COLUM
 
 typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_M, 2> QTile;
 typedef SwizzledTile<padded_columns(HEAD_DIM), BLOCK_N, 2> KTile;
-typedef SwizzledTile<padded_columns(VALUE_TEAMS * VALUE_DIM), BLOCK_N, 2> VTile;
+typedef SwizzledTile<padded_columns(VALUE_CONSUMERS * VALUE_DIM), BLOCK_N, 2> VTile;
 
 // Threads that copy a tile of keys together, and as many of values: one warp by TMA, else half of the copying warpgroup.
 constexpr int LOADERS = TMA ? 32 : WARPGROUP_THREADS / 2;

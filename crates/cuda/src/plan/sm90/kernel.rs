@@ -214,7 +214,7 @@ impl Sm90Kernel {
 
     /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
     pub(crate) const fn partial_floats(&self) -> usize {
-        self.tile.rows() * (self.value_dim + 2 * self.tile.value_teams())
+        self.tile.rows() * (self.value_dim + 2 * self.tile.value_consumers())
     }
 }
 

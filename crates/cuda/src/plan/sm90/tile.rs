@@ -73,11 +73,11 @@ impl Sm90Tile {
     /// Query rows of a tile.
     #[must_use]
     pub const fn rows(&self) -> usize {
-        WARPGROUP_ROWS * self.warpgroups / self.value_teams()
+        WARPGROUP_ROWS * self.warpgroups / self.value_consumers()
     }
 
     /// Warpgroups that share rows, each with columns of the output of its own.
-    pub(crate) const fn value_teams(&self) -> usize {
+    pub(crate) const fn value_consumers(&self) -> usize {
         if self.shares_rows { 2 } else { 1 }
     }
 
