@@ -73,7 +73,8 @@ impl Family {
         let sm90 = |kernel| {
             let tiles = [WGMMA, BARRIER, TMA, SM90_TILES, COPY_TILE, SM90_SPLIT_F32, STORE];
             let merge = [SM90_RECOMPUTE, SM90_SHARED_MERGE];
-            let roles = [SM90_SHARED_MEMORY, SM90_TILE_SCHEDULER, SM90_PRODUCER, SM90_CONSUMER, SM90_EPILOGUE];
+            let roles =
+                [SM90_SHARED_MEMORY, SM90_TILE_SCHEDULER, SM90_PRODUCER, SM90_CONSUMER, SM90_EPILOGUE];
             let ends = [SM90_FORWARD, kernel];
             common.into_iter().chain(tiles).chain(merge).chain(roles).chain(ends).collect()
         };

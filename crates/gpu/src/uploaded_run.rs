@@ -4,7 +4,6 @@ use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
 use crate::session::Session;
 use crate::upload::{Results, Uploaded};
-use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::problem::Problem;
 
@@ -13,7 +12,6 @@ pub struct UploadedRun<E: Engine> {
     session: Session<E>,
     problem: Problem,
     inputs: Uploaded<MemoryOf<E>>,
-    tables: Option<BlockTables>,
     outputs: Results<MemoryOf<E>>,
 }
 
@@ -38,22 +36,21 @@ impl<E: Engine> UploadedRun<E> {
         let problem = E::problem(&plan).clone();
         inputs::check(&problem, inputs, outputs).map_err(SessionError::from)?;
         session.keep_plan(plan)?;
-        let uploaded = Uploaded::new(session.device(), inputs).map_err(SessionError::device)?;
+        let mut uploaded = Uploaded::new(session.device(), inputs).map_err(SessionError::device)?;
+        if let Some(tables) = inputs.tables {
+            uploaded.upload_tables(session.device(), tables).map_err(SessionError::device)?;
+        }
         let results = Results::new(session.device(), outputs).map_err(SessionError::device)?;
-        Ok(Self { session, problem, inputs: uploaded, tables: inputs.tables.cloned(), outputs: results })
+        Ok(Self { session, problem, inputs: uploaded, outputs: results })
     }
 
     /// Launches a run.
     ///
     /// # Errors
-    /// As [`Session::run_paged`].
+    /// As [`Session::run`].
     pub fn launch(&mut self) -> Result<(), E::Error> {
-        let Self { session, problem, inputs, tables, outputs } = self;
-        let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
-        match tables {
-            Some(tables) => session.run_paged(desc, &inputs, tables, &mut outputs),
-            None => session.run(desc, &inputs, &mut outputs),
-        }
+        let Self { session, problem, inputs, outputs } = self;
+        session.run(problem.desc(), &inputs.inputs(), &mut outputs.outputs())
     }
 
     /// Copies the results to outputs of the dtype, shapes and lists of [`UploadedRun::new`], after all work of the device before has ended.

@@ -2,12 +2,15 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 use super::padding::{held, padding};
 use flashtile_core::codec::{Codec, RowKind};
 use flashtile_core::inputs::Inputs;
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 use flashtile_core::problem::Problem;
 #[cfg(feature = "cuda")]
 use flashtile_gpu::upload::Results;
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 use flashtile_gpu::upload::Uploaded;
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, Limits, ScalarType};
 use std::sync::{Mutex, PoisonError};
@@ -117,6 +120,7 @@ impl<D: Lends> Banded<D> {
     }
 
     /// Makes the rows of keys and values that hold no token of the problem NaN.
+    #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
     pub(crate) fn poison_padding(
         &self,
         problem: &Problem,
@@ -159,7 +163,7 @@ impl<D: Lends> HostAccess for Banded<D> {
     /// Elements of NaN.
     fn uninit(&self, element: ScalarType, len: usize) -> Result<D::Memory, D::Error> {
         let (size, bytes) = (element.bytes(), len * element.bytes());
-        let start = BAND + if size == 1 { self.lead } else { size.min(self.lead) };
+        let start = BAND + if size == 1 || self.lead == 0 { self.lead } else { size };
         let all = vec![FILL; start + bytes + if self.exact { 0 } else { BAND }];
         let mut memory = self.device.uninit(ScalarType::U8, all.len())?;
         self.device.write(&mut memory, 0, &all)?;

@@ -133,7 +133,6 @@ impl GuardedRun {
             own_strides: true,
         };
         let mut uploaded = Uploaded::placed(&device, inputs, placement)?;
-        device.poison_padding(plan.problem(), inputs, &mut uploaded)?;
         if let Some(tables) = inputs.tables {
             uploaded.upload_tables(&device, tables)?;
         }

@@ -24,7 +24,7 @@ mod float_env;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 mod metal;
 mod mlx;
-#[cfg(feature = "gpu")]
+#[cfg(any(feature = "simulator", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
 mod padding;
 mod poison;
 mod random;
