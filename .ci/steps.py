@@ -2,14 +2,21 @@
 
 import ctypes
 import functools
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from harness import ARGUMENTS, ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, step
+from harness import ARGUMENTS, ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, say, start, step
+
+# Nothing here is built a second time after an edit, which is all that the many small units of incremental builds are for.
+os.environ.setdefault("CARGO_INCREMENTAL", "0")
 
 MSRV = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
 TARGETS = ["aarch64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-gnu"]
@@ -149,10 +156,13 @@ def licences():
     run(sys.executable, ".ci/licences.py")
 
 
-@step("doc", "documentation")
+@step("doc", "documentation of every crate, those that are not published too", full=True)
 def documentation():
     flags = {"RUSTDOCFLAGS": "-D warnings"}
     run("cargo", "doc", "--workspace", "--no-deps", "--all-features", "--locked", env=flags)
+    run(sys.executable, "-B", METAL / "prepare.py")
+    packages = ["--workspace", "--exclude", "flashtile-metal-candle", "--no-deps"]
+    run("cargo", "doc", "--locked", "-q", *packages, env=flags | {"CARGO_TARGET_DIR": TARGET / "metal"}, cwd=METAL)
 
 
 @step("docsrs", "documentation as docs.rs builds it, and which features items need")
@@ -180,31 +190,31 @@ def publish():
     run(sys.executable, "-B", ".ci/packages.py", "--planted")
 
 
-@step("msrv", f"Rust {MSRV}: libraries and command line")
-def msrv():
-    with_msrv = {"RUSTUP_TOOLCHAIN": toolchain(MSRV)}
-    run("cargo", "check", "--workspace", "--locked", env=with_msrv)
-    run("cargo", "check", "-p", "flashtile", "--locked", env=with_msrv)
-
-
-@step("targets", f"other targets: {', '.join(TARGETS)}")
-def targets():
-    # Checked, not linked: that needs no linker of the target. Clippy is a check that also denies warnings.
+def clippy_for_targets(*packages):
+    """Checked, not linked: that needs no linker of the target. Clippy is a check that also denies warnings."""
     installed = output("rustup", "target", "list", "--installed")[1].split()
     missing = [target for target in TARGETS if target not in installed]
     if missing:
         run("rustup", "target", "add", *missing)
     every = [word for target in TARGETS for word in ("--target", target)]
-    deny = ["--", "-D", "warnings"]
-    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-kernel", *deny)
-    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "-p", "flashtile-testkit", *deny)
-    # Metal's bindings are compiled for Apple's systems and no others.
-    apple = ["--target", "aarch64-apple-darwin"]
-    run("cargo", "clippy", "--locked", *apple, "-p", "flashtile-kernel", "-p", "flashtile-metal", "--all-features", *deny)
+    run("cargo", "clippy", "--locked", *every, *packages, "--", "-D", "warnings")
+
+
+@step("targets", f"other targets, with every feature: {', '.join(TARGETS)}")
+def targets():
+    # One command, which checks a crate once for each target. Metal's bindings are compiled for Apple's systems and no others.
+    names = ("flashtile", "flashtile-kernel", "flashtile-metal", "flashtile-testkit", "flashtile-cli")
+    clippy_for_targets(*(f"-p={name}" for name in names), "--all-features")
     for target, expected in [("aarch64-apple-darwin", True), ("x86_64-unknown-linux-gnu", False)]:
         _, tree = output("cargo", "tree", "--locked", "-p", "flashtile-cli", "-e", "normal", "--target", target)
         if ("objc2" in tree) != expected:
             raise Failed(f"dependencies for {target} {'lack' if expected else 'have'} objc2")
+
+
+@step("targets-plain", "other targets, without features", full=True)
+def targets_plain():
+    clippy_for_targets("-p=flashtile", "-p=flashtile-kernel", "--no-default-features")
+    clippy_for_targets("-p=flashtile-cli")
 
 
 # Cost of a build.
@@ -271,6 +281,16 @@ def fetch_clang():
     clang()
 
 
+@functools.cache
+def oldest():
+    """Variables of what is built with tests. Lines of source in backtraces would cost a tenth of the build; a panic names its own."""
+    return {"RUSTUP_TOOLCHAIN": toolchain(MSRV), "CARGO_PROFILE_DEV_DEBUG": "none"}
+
+
+def test_environment():
+    return nvrtc() | clang() | oldest()
+
+
 # A test that needs a device, or instructions that this processor lacks, prints one of these and passes.
 NEEDS_A_DEVICE = ("nothing ran on a GPU", "nothing was launched", "no GPU ran", "this machine has no")
 
@@ -281,7 +301,12 @@ def test(name, *args, env=None):
     def shown(line):
         return line.lstrip().startswith(("Compiling flashtile", "Running ", "Doc-tests ", "test result")) or "FAILED" in line
 
-    lines = logged(name, "cargo", "test", "--locked", "--no-fail-fast", *args, "--show-output", env=nvrtc() | clang() | (env or {}), shown=shown)
+    lines = logged(name, "cargo", "test", "--locked", "--no-fail-fast", *args, "--show-output", env=test_environment() | (env or {}), shown=shown)
+    return judged(lines)
+
+
+def judged(lines):
+    """What tests that passed printed, in a word; fails where one was skipped for another reason than that there is no device."""
     skipped = [line for line in lines if re.match(r"SKIPPED|skipped:", line)]
     for_a_device = [line for line in skipped if any(why in line for why in NEEDS_A_DEVICE)]
     wrong = skipped if cuda_devices() else [line for line in skipped if line not in for_a_device]
@@ -293,9 +318,58 @@ def test(name, *args, env=None):
     return f"{passed} passed" + (f", {len(for_a_device)} skipped parts that need a CUDA device or other instructions" if for_a_device else "")
 
 
-@step("tests", "README: tests")
+# A process compiles one CUDA kernel at a time, so that its tests leave a core free: programs run two at a time, those with most kernels,
+# then those with most simulated threads first.
+LANES = 2
+LONGEST = ["flashtile_cuda", "kernels"]
+
+
+def test_programs(*args):
+    """Builds tests and examples, of which `serve` is a test too. Names of the programs, commands that run them, and the folders where they
+    run."""
+    command = ["cargo", "test", "--locked", "--no-run", "--message-format=json-render-diagnostics", *args]
+    say(*command)
+    process = start(command, test_environment(), stdout=subprocess.PIPE)
+    found = []
+    for message in map(json.loads, process.stdout):
+        if message["reason"] == "compiler-artifact" and message["executable"]:
+            name, folder = message["target"]["name"], Path(message["manifest_path"]).parent
+            if message["profile"]["test"]:
+                found.append((name, [message["executable"], "--show-output"], folder))
+            elif name == "serve":
+                found.append((name, [message["executable"]], folder))
+    if process.wait() != 0:
+        raise Failed(f"exit status {process.returncode}: tests do not compile")
+    if "serve" not in (name for name, _, _ in found):
+        raise Failed("cargo did not build the example serve")
+    long = {name: n for n, name in enumerate(LONGEST)}
+    return sorted(found, key=lambda program: long.get(program[0], len(long)))
+
+
+@step("tests", f"README: tests, and the example serve, by Rust {MSRV}, the oldest that manifests name")
 def tests():
-    return test("tests", "--workspace", "--all-features", "--")
+    workspace = ["--workspace", "--all-features"]
+    programs = test_programs(*workspace)
+    programs.append(("documentation", ["cargo", "test", "--locked", "--no-fail-fast", "--doc", *workspace, "--", "--show-output"], ROOT))
+
+    def perform(program):
+        (name, command, folder), begin = program, time.monotonic()
+        code, said = output(*command, env=test_environment(), cwd=folder)
+        results = [line for line in said.splitlines() if line.startswith("test result") or "FAILED" in line]
+        print("\n".join([f"{name} ({folder.relative_to(ROOT)}): {time.monotonic() - begin:.0f} s", *results]), flush=True)
+        return name, code, said
+
+    with ThreadPoolExecutor(LANES) as lanes:
+        done = list(lanes.map(perform, programs))
+    log = TARGET / "ci" / "tests.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(f"== {name}\n{said}" for name, _, said in done), encoding="utf-8")
+    failed = [(name, said) for name, code, said in done if code != 0]
+    for name, said in failed:
+        print(f"== {name}", *said.splitlines()[-200:], sep="\n", flush=True)
+    if failed:
+        raise Failed(f"{', '.join(name for name, _ in failed)} (all output is in {log})")
+    return judged([line for _, _, said in done for line in said.splitlines()])
 
 
 @step("bars", "documentation: pictures of recorded rows are what benches/bars.py draws")
@@ -315,17 +389,10 @@ def bars():
     return f"{len(commands)} pictures"
 
 
-@step("serve", "example: serve")
-def serve():
-    # The tests have built it with these packages and features; others would build the library anew.
-    run("cargo", "build", "--locked", "-q", "--workspace", "--all-features", "--example", "serve")
-    run(TARGET / "debug" / "examples" / "serve", quiet=True)
-
-
 @step("own-kernel", "example: a kernel of one's own")
 def own_kernel():
     # A workspace of its own, as a user's is, with the crates that the tests have built.
-    env = {"CARGO_TARGET_DIR": TARGET}
+    env = oldest() | {"CARGO_TARGET_DIR": TARGET}
     run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
 
 
@@ -346,7 +413,7 @@ def candle():
 METAL = ROOT / "tests" / "metal"
 
 
-@step("metal", "Metal hosts on the software device: clippy, tests, documentation and licences")
+@step("metal", "Metal hosts on the software device: clippy, tests and licences")
 def metal():
     run(sys.executable, "-B", METAL / "prepare.py")
     # Its `.cargo/config.toml` is read by a cargo that is started there.
@@ -355,7 +422,6 @@ def metal():
     run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env, cwd=METAL)
     with Scratch() as kernels:
         run("cargo", "test", *workspace, env=env | {"FLASHTILE_CACHE_DIR": kernels}, cwd=METAL)
-    run("cargo", "doc", *workspace, "--no-deps", env=env | {"RUSTDOCFLAGS": "-D warnings"}, cwd=METAL)
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=METAL)
 
 
@@ -630,7 +696,7 @@ def instances():
     return test("instances", "-p", "flashtile-cuda", "-p", "flashtile-gpu", "--", "--ignored")
 
 
-@step("lengths", "codes of every number of keys, simulated", full=True)
+@step("lengths", "codes of every number of keys, and non-finite keys by every tiling, simulated", full=True)
 def lengths():
     return test("lengths", "-p", "flashtile-kernel-cases", "--", "--ignored")
 

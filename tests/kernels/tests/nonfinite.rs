@@ -35,10 +35,38 @@ fn pass(case: &Case, mut prepared: Prepared, tilings: &[Tiling], what: &str) {
     }
 }
 
+/// Which tilings a case is run by.
+#[derive(Clone, Copy)]
+enum By {
+    /// Decode, and one of the others: `n` says which, so that cases take turns.
+    Turns,
+    All,
+}
+
+impl By {
+    fn tilings(self, n: usize) -> Vec<Tiling> {
+        let all = tilings();
+        match self {
+            Self::Turns => vec![all[0], all[1 + n % (all.len() - 1)]],
+            Self::All => all.to_vec(),
+        }
+    }
+}
+
 #[test]
 fn of_elements() {
+    elements(By::Turns);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn of_elements_by_every_tiling() {
+    elements(By::All);
+}
+
+fn elements(by: By) {
     let all = tilings();
-    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+    for (turn, dtype) in [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().enumerate() {
         for case in cases(&dtype.to_string(), dtype, |case| case) {
             let clean = Prepared::new(&case).unwrap();
             for (n, key) in SPOILED.into_iter().enumerate() {
@@ -49,10 +77,13 @@ fn of_elements() {
                     let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
                     side.set([0, 0, key, 9 * n], nonfinite);
                     // An infinity takes the paths of NaN: tilings take turns at it.
-                    let turn = &all[n % all.len()..][..1];
-                    let tilings = if nonfinite.is_nan() { &all[..] } else { turn };
+                    let tilings = if nonfinite.is_nan() {
+                        by.tilings(turn + n + usize::from(values))
+                    } else {
+                        vec![all[n % all.len()]]
+                    };
                     let what = format!("{nonfinite} in key {key}, of its value: {values}");
-                    pass(&case, prepared, tilings, &what);
+                    pass(&case, prepared, &tilings, &what);
                 }
             }
         }
@@ -61,10 +92,20 @@ fn of_elements() {
 
 #[test]
 fn of_codes() {
-    for codec in [Codec::Int8, Codec::Tq4] {
+    codes(By::Turns);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn of_codes_by_every_tiling() {
+    codes(By::All);
+}
+
+fn codes(by: By) {
+    for (turn, codec) in [Codec::Int8, Codec::Tq4].into_iter().enumerate() {
         let keep = |case: Case| case.stored(codec, codec).cached(&[(41, 41)], 50, Keep::All);
         for case in cases(codec.name(), Dtype::F16, keep) {
-            for key in SPOILED {
+            for (n, key) in SPOILED.into_iter().enumerate() {
                 for values in [false, true] {
                     let mut prepared = Prepared::new(&case).unwrap();
                     let built = &mut prepared.built;
@@ -74,7 +115,7 @@ fn of_codes() {
                     pass(
                         &case,
                         prepared,
-                        &tilings(),
+                        &by.tilings(turn + n + usize::from(values)),
                         &format!("the scale of key {key} is NaN, of its value: {values}"),
                     );
                 }
