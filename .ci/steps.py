@@ -306,7 +306,7 @@ def test(name, *args, env=None):
 
 
 def judged(lines):
-    """What tests that passed printed, in a word; fails where one was skipped for another reason than that there is no device."""
+    """The output of passed tests, in a word; fails where one was skipped for another reason than that there is no device."""
     skipped = [line for line in lines if re.match(r"SKIPPED|skipped:", line)]
     for_a_device = [line for line in skipped if any(why in line for why in NEEDS_A_DEVICE)]
     wrong = skipped if cuda_devices() else [line for line in skipped if line not in for_a_device]
