@@ -210,33 +210,33 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &IntegerScores<'_>
     unsafe {
         for first in (0..job.count).step_by(8) {
             match job.count - first {
-                1 => scores_of_rows::<LOW, HIGH, 1, 2>(job, first),
-                2 => scores_of_rows::<LOW, HIGH, 2, 2>(job, first),
-                3 | 4 => scores_of_rows::<LOW, HIGH, 4, 2>(job, first),
-                // The sums of two groups would not fit the registers.
-                _ => scores_of_rows::<LOW, HIGH, 8, 1>(job, first),
+                1 => scores_of_rows::<LOW, HIGH, 1>(job, first),
+                2 => scores_of_rows::<LOW, HIGH, 2>(job, first),
+                3 | 4 => scores_of_rows::<LOW, HIGH, 4>(job, first),
+                _ => scores_of_rows::<LOW, HIGH, 8>(job, first),
             }
         }
     }
 }
 
-/// Scores of `N` rows, with `G` groups of keys at a time.
+/// Scores of `N` rows: two groups of keys at a time where the sums of both fit the registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize, const G: usize>(
+unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     job: &IntegerScores<'_>,
     row: usize,
 ) {
     let groups = job.keys.groups.len();
-    for group in (0..groups).step_by(G) {
-        // A group that is left alone is multiplied together with the one before, whose scores are computed once more, or with itself:
-        // code for single groups would be as large again.
-        let first = group.min(groups.saturating_sub(G));
-        let mut which = [first; G];
-        for g in 0..G {
-            which[g] = (first + g).min(groups - 1);
+    let mut group = 0;
+    // SAFETY: as [`scores`].
+    unsafe {
+        while N <= 4 && group + 2 <= groups {
+            scores_of_groups::<LOW, HIGH, N, 2>(job, row, group);
+            group += 2;
         }
-        // SAFETY: as [`scores`].
-        unsafe { scores_of_groups::<LOW, HIGH, N, G>(job, row, which) }
+        while group < groups {
+            scores_of_groups::<LOW, HIGH, N, 1>(job, row, group);
+            group += 1;
+        }
     }
 }
 
@@ -244,7 +244,7 @@ unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize, co
 unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, const G: usize>(
     job: &IntegerScores<'_>,
     row: usize,
-    which: [usize; G],
+    group: usize,
 ) {
     let keys = &job.keys;
     let dim = keys.format.dim();
@@ -259,49 +259,29 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
         for r in 0..N {
             sums.low[r] = [_mm512_set1_epi32(*job.start.add(row + r)); G];
         }
-        for at in (0..dim).step_by(BLOCK) {
+        let mut at = 0;
+        while at < dim {
             let keys = Keys::<G> {
-                groups: plane_rows::<LOW, HIGH, G>(keys.groups, which, at, 1),
+                groups: plane_rows::<LOW, HIGH, G>(&keys.groups[group..], at, 1),
                 // Rows of a group follow one another, so that a part of every row is as many bytes as that part of the group.
-                next: plane_rows::<LOW, HIGH, G>(next, which, at, GROUP),
+                next: plane_rows::<LOW, HIGH, G>(&next[group..], at, GROUP),
                 strides: PlaneStrides::new::<LOW, HIGH>(dim),
             };
             let q = job.q.add(row * (2 * Q_HALF) + at);
             let sums = &mut sums;
-            // Dense rows change how the second plane is read, and the number of its bytes how it is used.
-            match (dim - at >= BLOCK, dim) {
-                (whole, _) if HIGH == 0 => {
-                    let upper = [[_mm512_setzero_si512(); 8]; G];
-                    add_scores::<LOW, HIGH, N, G, 0>(
-                        &keys,
-                        upper,
-                        if whole { BLOCK } else { 64 },
-                        q,
-                        table,
-                        sums,
-                    );
-                }
-                (true, _) => {
-                    let upper = match dim {
-                        BLOCK => upper_of::<HIGH, G, BLOCK, true>(&keys),
-                        _ => upper_of::<HIGH, G, BLOCK, false>(&keys),
-                    };
-                    add_scores::<LOW, HIGH, N, G, BLOCK>(&keys, upper, BLOCK, q, table, sums);
-                }
-                (false, _) => {
-                    let upper = match dim {
-                        64 => upper_of::<HIGH, G, 64, true>(&keys),
-                        _ => upper_of::<HIGH, G, 64, false>(&keys),
-                    };
-                    add_scores::<LOW, HIGH, N, G, 64>(&keys, upper, 64, q, table, sums);
-                }
+            // Dense rows change how the second plane is read.
+            match (dim - at >= BLOCK, if HIGH > 0 { dim } else { 0 }) {
+                (true, BLOCK) => add_scores::<LOW, HIGH, N, G, BLOCK, true>(&keys, q, table, sums),
+                (true, _) => add_scores::<LOW, HIGH, N, G, BLOCK, false>(&keys, q, table, sums),
+                (false, 64) => add_scores::<LOW, HIGH, N, G, 64, true>(&keys, q, table, sums),
+                (false, _) => add_scores::<LOW, HIGH, N, G, 64, false>(&keys, q, table, sums),
             }
+            at += BLOCK;
         }
         for g in 0..G {
-            let group = which[g];
-            let column = GROUP * group;
-            let factors = factors(keys.groups[group].scales);
-            prefetch(next[group].scales, 0);
+            let column = GROUP * (group + g);
+            let factors = factors(keys.groups[group + g].scales);
+            prefetch(next[group + g].scales, 0);
             for r in 0..N {
                 // Partial sums may wrap at 32 bits: the whole fits.
                 let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums.high[r][g]), sums.low[r][g]);
@@ -343,17 +323,16 @@ impl PlaneStrides {
     }
 }
 
-/// Where coordinate `at` of `rows` rows begins, in each plane of groups `which`.
+/// Where coordinate `at` of `rows` rows begins, in each plane of each group.
 #[inline(always)]
 fn plane_rows<const LOW: usize, const HIGH: usize, const G: usize>(
     groups: &[CodeGroup],
-    which: [usize; G],
     at: usize,
     rows: usize,
 ) -> [PlaneRows; G] {
     let mut starts = [PlaneRows { lower: std::ptr::null(), upper: std::ptr::null() }; G];
     for g in 0..G {
-        let CodeGroup { lower, upper, .. } = groups[which[g]];
+        let CodeGroup { lower, upper, .. } = groups[g];
         starts[g] = PlaneRows {
             lower: lower.wrapping_add(rows * at * LOW / 8),
             upper: upper.wrapping_add(rows * at * HIGH / 8),
@@ -411,44 +390,37 @@ unsafe fn upper_lines<const HIGH: usize, const B: usize, const DENSE: bool>(
     }
 }
 
-/// [`upper_lines`] of every group, and prefetches.
-///
-/// # Safety
-/// As there.
-#[inline(always)]
-unsafe fn upper_of<const HIGH: usize, const G: usize, const B: usize, const DENSE: bool>(
-    keys: &Keys<G>,
-) -> [[__m512i; 8]; G] {
-    // SAFETY: the caller's contract.
-    unsafe {
-        let mut upper = [[_mm512_setzero_si512(); 8]; G];
-        for g in 0..G {
-            for line in 0..GROUP * B * HIGH / 8 / 64 {
-                prefetch(keys.next[g].upper, line);
-            }
-            upper[g] = upper_lines::<HIGH, B, DENSE>(keys.groups[g].upper, keys.strides.upper);
-        }
-        upper
-    }
-}
-
-/// Adds the products of `width` coordinates, which are `B` where codes have a second plane, `upper`.
+/// Adds the products of `B` coordinates. With `DENSE`, keys have no others.
 ///
 /// # Safety
 /// As [`IntegerScores`].
 #[inline(always)]
-unsafe fn add_scores<const LOW: usize, const HIGH: usize, const N: usize, const G: usize, const B: usize>(
+unsafe fn add_scores<
+    const LOW: usize,
+    const HIGH: usize,
+    const N: usize,
+    const G: usize,
+    const B: usize,
+    const DENSE: bool,
+>(
     keys: &Keys<G>,
-    mut upper: [[__m512i; 8]; G],
-    width: usize,
     q: *const i8,
     table: __m512i,
     sums: &mut HalfSums<N, G>,
 ) {
     // Bytes of a row in each plane.
-    let (below, above) = (if HIGH > 0 { B } else { width } * LOW / 8, B * HIGH / 8);
+    let (below, above) = (B * LOW / 8, B * HIGH / 8);
     // SAFETY: the caller's contract.
     unsafe {
+        let mut upper = [[_mm512_setzero_si512(); 8]; G];
+        for g in 0..G {
+            for line in 0..GROUP * above / 64 {
+                prefetch(keys.next[g].upper, line);
+            }
+            if above > 0 {
+                upper[g] = upper_lines::<HIGH, B, DENSE>(keys.groups[g].upper, keys.strides.upper);
+            }
+        }
         // Chunks whose bits of the second plane are in registers: written out, so that these have fixed names.
         let steps = if above == 32 { 2 } else { 1 };
         let mut begin = 0;
@@ -599,18 +571,11 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     // SAFETY: as [`values`].
     unsafe {
         for at in (0..dim).step_by(BLOCK) {
-            let width = if dim - at >= BLOCK { BLOCK } else { 64 };
-            match (width, dim) {
-                // Dense rows of one plane are read in another way where they have 16 or 32 bytes, and others by one loop.
-                (_, BLOCK) if HIGH == 0 && LOW == 2 => {
-                    block_values::<LOW, HIGH, N, BLOCK, true>(job, row, at, BLOCK);
-                }
-                (_, 64) if HIGH == 0 && LOW < 8 => block_values::<LOW, HIGH, N, 64, true>(job, row, at, 64),
-                _ if HIGH == 0 => block_values::<LOW, HIGH, N, 0, false>(job, row, at, width),
-                (BLOCK, BLOCK) => block_values::<LOW, HIGH, N, BLOCK, true>(job, row, at, BLOCK),
-                (BLOCK, _) => block_values::<LOW, HIGH, N, BLOCK, false>(job, row, at, BLOCK),
-                (_, 64) => block_values::<LOW, HIGH, N, 64, true>(job, row, at, 64),
-                _ => block_values::<LOW, HIGH, N, 64, false>(job, row, at, 64),
+            match (dim - at >= BLOCK, dim) {
+                (true, BLOCK) => block_values::<LOW, HIGH, N, BLOCK, true>(job, row, at),
+                (true, _) => block_values::<LOW, HIGH, N, BLOCK, false>(job, row, at),
+                (false, 64) => block_values::<LOW, HIGH, N, 64, true>(job, row, at),
+                (false, _) => block_values::<LOW, HIGH, N, 64, false>(job, row, at),
             }
         }
     }
@@ -727,7 +692,7 @@ unsafe fn store_values<const N: usize>(
     }
 }
 
-/// Sums of `width` coordinates from `first` on, which are `B` unless that is 0. With `DENSE`, values have no others.
+/// Sums of `B` coordinates from `first` on. With `DENSE`, values have no others.
 ///
 /// # Safety
 /// As [`IntegerValues`].
@@ -742,9 +707,8 @@ unsafe fn block_values<
     job: &IntegerValues<'_>,
     row: usize,
     first: usize,
-    width: usize,
 ) {
-    let (below, above) = (if B > 0 { B } else { width } * LOW / 8, B * HIGH / 8);
+    let (below, above) = (B * LOW / 8, B * HIGH / 8);
     let values = &job.values;
     let strides = PlaneStrides::new::<LOW, HIGH>(if DENSE { B } else { values.format.dim() });
     // The first rows prefetch for all.
