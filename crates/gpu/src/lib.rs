@@ -13,7 +13,7 @@
 //! | [`session`] | attention on any device: checked inputs, plans and block tables that are kept |
 //! | [`engine`], [`run`] | how a device computes: the portable kernels' engine, and their launches |
 //! | [`tensors`] | tensors in the memory of a device, whoever has allocated it |
-//! | [`array`], [`upload`], [`uploaded_run`] | copies of host tensors in the memory of a device, and their way back |
+//! | [`mod@array`], [`upload`], [`uploaded_run`] | copies of host tensors in the memory of a device, and their way back |
 //! | [`cache`] | KV caches in the memory of any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
