@@ -248,7 +248,7 @@ fn plans() {
 #[test]
 fn instruction_sets() {
     let best = Cpu::isas()[0];
-    let better = Isa::ALL.into_iter().filter(|&isa| isa > best);
+    let better = Isa::ALL.into_iter().filter(|&isa| !best.contains(isa));
     for asked in better {
         assert_eq!(
             Cpu::with_isa(asked).unwrap_err().to_string(),

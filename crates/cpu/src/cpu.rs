@@ -30,7 +30,7 @@ impl Cpu {
     /// # Errors
     /// [`Unsupported::Isa`] where the machine lacks it.
     pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
-        if isa > isa::best() {
+        if !isa::best().contains(isa) {
             return Err(Unsupported::Isa { asked: isa, best: isa::best() });
         }
         Ok(Self { facts: CpuFacts { isa, ..isa::facts() } })
@@ -57,7 +57,7 @@ impl Cpu {
     #[must_use]
     pub fn isas() -> Vec<Isa> {
         let best = isa::best();
-        Isa::ALL.into_iter().rev().filter(|&isa| isa <= best).collect()
+        Isa::ALL.into_iter().rev().filter(|&isa| best.contains(isa)).collect()
     }
 
     /// Facts of this machine, for the planner.
@@ -89,7 +89,7 @@ impl Cpu {
         outputs: &mut Outputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<(), RunError> {
-        if plan.isa() > self.facts.isa {
+        if !self.facts.isa.contains(plan.isa()) {
             return Err(RunError::Machine { kernel: plan.kernel() });
         }
         inputs::check(plan.problem(), inputs, outputs)?;

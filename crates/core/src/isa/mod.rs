@@ -10,8 +10,9 @@ pub use token::counts;
 
 use crate::dtype::Dtype;
 
-/// Instruction set of a CPU kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// Instruction set of a CPU kernel: a set of capabilities of one architecture. Sets have no order across architectures; [`Isa::contains`]
+/// says which kernels a machine runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
     /// Plain Rust that the compiler vectorises.
     Portable,
@@ -28,14 +29,47 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Every instruction set. On one architecture, each is a superset of those before it.
+    /// Every instruction set, the more capable ones of an architecture last.
     pub const ALL: [Self; 6] =
         [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni, Self::Avx512Bf16, Self::Amx];
 
     /// The instruction set whose kernels compute a dtype on a machine that has this one.
     #[must_use]
     pub fn for_dtype(self, dtype: Dtype) -> Self {
-        if self.multiplies_pairs() && dtype == Dtype::BF16 { self } else { self.min(Self::Avx512) }
+        match self {
+            Self::Portable | Self::Avx2 => self,
+            Self::Avx512 | Self::Avx512Vnni => Self::Avx512,
+            Self::Avx512Bf16 | Self::Amx if dtype == Dtype::BF16 => self,
+            Self::Avx512Bf16 | Self::Amx => Self::Avx512,
+        }
+    }
+
+    /// The instruction set whose kernels multiply codes on a machine that has this one: in integers where it has such products.
+    #[must_use]
+    pub const fn for_codes(self) -> Self {
+        match self {
+            Self::Portable | Self::Avx2 | Self::Avx512 => self,
+            Self::Avx512Vnni | Self::Avx512Bf16 | Self::Amx => Self::Avx512Vnni,
+        }
+    }
+
+    /// Returns true if a machine that has this instruction set runs the kernels of `other`.
+    #[must_use]
+    pub const fn contains(self, other: Self) -> bool {
+        other.capabilities() & !self.capabilities() == 0
+    }
+
+    /// Groups of instructions as bits. Plain Rust needs none; each architecture has bits of its own, here x86-64: AVX2 with FMA and F16C,
+    /// AVX-512, VNNI with VBMI, BF16, AMX.
+    const fn capabilities(self) -> u32 {
+        match self {
+            Self::Portable => 0,
+            Self::Avx2 => 0b1,
+            Self::Avx512 => 0b11,
+            Self::Avx512Vnni => 0b111,
+            Self::Avx512Bf16 => 0b1111,
+            Self::Amx => 0b1_1111,
+        }
     }
 
     /// Name as used in kernel names and on the command line.
@@ -71,5 +105,22 @@ impl Isa {
 impl std::fmt::Display for Isa {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_of_x86_contain_the_smaller_ones() {
+        for (n, isa) in Isa::ALL.into_iter().enumerate() {
+            for (m, other) in Isa::ALL.into_iter().enumerate() {
+                assert_eq!(isa.contains(other), m <= n, "{isa} and {other}");
+            }
+            for kernels in [isa.for_codes(), isa.for_dtype(Dtype::F32), isa.for_dtype(Dtype::BF16)] {
+                assert!(isa.contains(kernels), "{kernels} on {isa}");
+            }
+        }
     }
 }

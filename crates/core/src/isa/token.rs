@@ -7,14 +7,14 @@ use std::sync::OnceLock;
 
 /// Proof that this machine has an instruction set. Functions compiled for one take a token, and are therefore safe to
 /// call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IsaToken(Isa);
 
 impl IsaToken {
     /// The token of an instruction set, or `None` if the machine lacks it. Detection runs once.
     #[must_use]
     pub fn new(isa: Isa) -> Option<Self> {
-        (isa <= Self::best().0).then_some(Self(isa))
+        Self::best().0.contains(isa).then_some(Self(isa))
     }
 
     /// The token of the most capable instruction set of this machine.
@@ -24,10 +24,10 @@ impl IsaToken {
         Self(*BEST.get_or_init(detect))
     }
 
-    /// The token of the most capable instruction set of this machine that is at most `isa`.
+    /// The token of an instruction set, or of the most capable one of this machine where it lacks that.
     #[must_use]
     pub fn at_most(isa: Isa) -> Self {
-        Self(isa.min(Self::best().0))
+        Self::new(isa).unwrap_or_else(Self::best)
     }
 
     /// The instruction set.

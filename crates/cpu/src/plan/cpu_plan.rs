@@ -354,7 +354,7 @@ fn plan_name(problem: &Problem, isa: Isa) -> String {
 pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
     let codecs = [problem.k_codec(), problem.v_codec()];
     if codecs.iter().any(|codec| codec.is_integer()) {
-        return isa.min(Isa::Avx512Vnni);
+        return isa.for_codes();
     }
     // Pairs need bf16 keys and values.
     let plain = codecs == [Codec::of(problem.dtype()); 2];
