@@ -11,7 +11,9 @@ use crate::plan::{
     CudaPlan, MASK_TILE_ROWS, MaskTileTable, NativeKernel, NativePlan, Sm90Kernel, WARPGROUP_ROWS, WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
+use flashtile_core::inputs::RunError;
 use flashtile_core::problem::Problem;
+use flashtile_core::tensor;
 use flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs};
 use flashtile_kernel::Span;
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
@@ -172,7 +174,7 @@ impl NativeRun<'_> {
         let alignments =
             [inputs.q.alignment(), inputs.k.alignment(), inputs.v.alignment(), outputs.out.alignment()];
         let access = if alignments == [16; 4] { Access::Vector } else { Access::Element };
-        let mask = inputs.mask.as_ref().map(|mask| Ok::<_, CudaError>((mask, self.mask(mask)?)));
+        let mask = inputs.mask.as_ref().map(|mask| Ok::<_, CudaError>((mask, self.mask("mask", mask)?)));
         self.launch(&tensors, access, mask.transpose()?, params)
     }
 
@@ -205,9 +207,11 @@ impl NativeRun<'_> {
         })
     }
 
-    /// A mask, and the bytes between its keys.
-    fn mask(&self, mask: &GpuMask<'_, Memory>) -> Result<(Tensor, u32), CudaError> {
-        let at = self.at("mask", mask.bytes.memory(), mask.bytes.span())?;
+    /// A mask, and the bytes between its keys. Kernels read neighbouring elements, or one for all keys.
+    fn mask(&self, name: &'static str, mask: &GpuMask<'_, Memory>) -> Result<(Tensor, u32), CudaError> {
+        tensor::check_mask_strides(mask.shape, mask.strides)
+            .map_err(|error| RunError::Memory { tensor: name, error })?;
+        let at = self.at(name, mask.bytes.memory(), mask.bytes.span())?;
         let [batch, head, row, step] = mask.steps().map(|step| bytes(step, mask.kind.bytes()));
         Ok((Tensor { at, batch, head, row }, step as u32))
     }
@@ -241,11 +245,11 @@ impl NativeRun<'_> {
             }
         }
         if let Some(tree) = &inputs.tree {
-            let (Tensor { at, row, .. }, step) = self.mask(tree)?;
+            let (Tensor { at, row, .. }, step) = self.mask("tree", tree)?;
             (params.tree_mask, params.tree_row, params.tree_step) = (at, row, step);
         }
         if let Some(mask) = &inputs.mask {
-            let (tensor, step) = self.mask(mask)?;
+            let (tensor, step) = self.mask("mask", mask)?;
             params.mask = tensor;
             params.mask_step = u32::from(step != 0);
             params.mask_kind = match mask.kind {

@@ -3,7 +3,6 @@
 #![allow(unsafe_code)]
 
 use crate::plan::Portable;
-use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 use flashtile_gpu::launches::Strides;
@@ -37,8 +36,7 @@ pub(super) fn loads(portable: &Portable, aligned: usize, page_size: usize) -> Re
 
 /// The alignment that rows of keys and values have at least, in bytes: that of elements, or of the scales of codes.
 pub(super) fn least_alignment(problem: &Problem) -> usize {
-    let codecs = [problem.k_codec(), problem.v_codec()];
-    codecs.iter().map(|codec| codec.dtype().map_or(2, Dtype::bytes)).min().unwrap_or(2)
+    problem.k_codec().alignment().min(problem.v_codec().alignment())
 }
 
 /// The regions of scratch memory at an address.

@@ -4,7 +4,7 @@ use super::device::Cuda;
 use super::error::CudaError;
 use super::native::{NativeFunctions, NativeRun, schedule_bytes};
 use super::portable::{self, USUAL_PAGE_SIZE, loads};
-use crate::plan::{CudaPlan, Engine, NativePlan};
+use crate::plan::{CudaPlan, NativePlan, PlannedKernels};
 use flashtile_gpu::run::Runs;
 use flashtile_gpu::session::check;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
@@ -71,16 +71,17 @@ impl Prepared {
         if shared > facts.shared_per_block || !runs {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
-        let (needed, got, at) = (plan.workspace_bytes(), bytes_of(&scratch), scratch.address());
+        let (needed, got) = (plan.workspace_bytes(), bytes_of(&scratch));
+        let at = gpu.address("forward", "scratch", &scratch, scratch.view().span())?;
         if got < needed {
             return Err(CudaError::Scratch { needed, got });
         }
         if !at.is_multiple_of(256) {
             return Err(CudaError::ScratchAlignment { at });
         }
-        let loaded = match plan.engine() {
-            Engine::Native(native) => Loaded::Native(NativeFunctions::new(cuda, native)?),
-            Engine::Portable(portable) => {
+        let loaded = match plan.planned_kernels() {
+            PlannedKernels::Native(native) => Loaded::Native(NativeFunctions::new(cuda, native)?),
+            PlannedKernels::Portable(portable) => {
                 for (instance, constants) in loads(portable, 16, USUAL_PAGE_SIZE)? {
                     gpu.function(&instance, &constants)?;
                 }
@@ -106,6 +107,13 @@ impl Prepared {
             None => Memory::uninit(gpu.context(), ScalarType::U8, needed.max(256).next_power_of_two())?,
         };
         Self::new(cuda, plan, gpu.clone(), scratch)
+    }
+
+    /// Sends later runs and updates to another stream of the device, which the caller orders with the one before.
+    pub(super) fn move_to(&mut self, gpu: &Gpu) {
+        if self.gpu.stream().cu_stream() != gpu.stream().cu_stream() {
+            self.gpu = gpu.clone();
+        }
     }
 
     /// The stream of the runs.
@@ -161,10 +169,10 @@ impl Prepared {
     /// Copies the plan's data to the device: all that runs read, or, if `again`, at least the part that an
     /// update changes.
     fn write(&mut self, again: bool) -> Result<(), CudaError> {
-        let bytes = match self.plan.engine() {
-            Engine::Native(native) => schedule_bytes(native),
-            Engine::Portable(portable) if again => portable.plan.updated(),
-            Engine::Portable(portable) => portable.plan.written(),
+        let bytes = match self.plan.planned_kernels() {
+            PlannedKernels::Native(native) => schedule_bytes(native),
+            PlannedKernels::Portable(portable) if again => portable.plan.updated(),
+            PlannedKernels::Portable(portable) => portable.plan.written(),
         };
         Ok(self.gpu.write(&mut self.scratch, 0, &bytes)?)
     }
@@ -192,16 +200,17 @@ impl Prepared {
         outputs: &mut GpuOutputs<'_, Memory>,
     ) -> Result<(), CudaError> {
         let Self { cuda, gpu, plan, loaded, scratch } = self;
-        match (plan.engine(), loaded) {
-            (Engine::Portable(portable), Loaded::Portable(runs)) => {
+        match (plan.planned_kernels(), loaded) {
+            (PlannedKernels::Portable(portable), Loaded::Portable(runs)) => {
                 Ok(runs.run(gpu, portable.plan.launches(), inputs, outputs)?)
             }
-            (Engine::Native(native), Loaded::Native(functions)) => {
+            (PlannedKernels::Native(native), Loaded::Native(functions)) => {
                 let scratch = scratch.address();
                 NativeRun { cuda, gpu, plan, native, functions, scratch }.run(inputs, outputs)
             }
             // `update` keeps the kind of kernels.
-            (Engine::Native(_), Loaded::Portable(_)) | (Engine::Portable(_), Loaded::Native(_)) => {
+            (PlannedKernels::Native(_), Loaded::Portable(_))
+            | (PlannedKernels::Portable(_), Loaded::Native(_)) => {
                 Err(CudaError::OtherDevice { kernel: plan.kernel() })
             }
         }

@@ -75,10 +75,11 @@ impl Engine for CudaEngine {
 
     fn update(
         &self,
-        _: &Gpu,
+        gpu: &Gpu,
         prepared: &mut Prepared,
         plan: CudaPlan,
     ) -> Result<Option<CudaPlan>, CudaError> {
+        prepared.move_to(gpu);
         match prepared.difference(&plan) {
             Some(_) => Ok(Some(plan)),
             None => prepared.replace(plan).map(|()| None),
@@ -105,11 +106,12 @@ impl Engine for CudaEngine {
 
     fn run(
         &self,
-        _: &Gpu,
+        gpu: &Gpu,
         prepared: &mut Prepared,
         inputs: &GpuInputs<'_, Memory>,
         outputs: &mut GpuOutputs<'_, Memory>,
     ) -> Result<(), CudaError> {
+        prepared.move_to(gpu);
         prepared.launch(inputs, outputs)
     }
 }

@@ -80,7 +80,7 @@ impl TimedRun {
         let timer = match timer {
             Some(timer) => timer,
             None => {
-                // A graph holds no copy of a block table: the run before it makes that.
+                // Kernels are loaded, and a table of one page a sequence is copied, before the capture.
                 run.launch()?;
                 let stream = Arc::clone(run.device().stream());
                 // SAFETY: the timer is dropped first, and nothing replaces the memory of the run.

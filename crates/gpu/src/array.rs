@@ -7,7 +7,10 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::tensor::{TensorView, TensorViewMut, ViewError, dense};
 use flashtile_kernel::{DeviceMemory, HostAccess};
 
-/// A dense tensor `[batch, heads, rows, dim]` that owns its memory on a device. Work of the device sees its contents in order.
+/// A dense tensor `[batch, heads, rows, dim]` that owns its memory on a device. Calls name the device, [`Session::device`] for one: on CUDA that
+/// is a device with a stream, and calls and runs on one stream see the contents in order. The caller orders work of other streams.
+///
+/// [`Session::device`]: crate::session::Session::device
 ///
 /// ```
 /// use flashtile_core::{owned::OwnedTensor, tensor::TensorView};

@@ -27,9 +27,13 @@ pub enum SessionError<E> {
         /// Dtype and shape of the tensor.
         got: (Dtype, [usize; 4]),
     },
-    /// A tensor is of another type than f32, f16 and bf16.
+    /// The elements of a tensor or list are of another type than kernels read there.
     Element {
-        /// The type of the view.
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The types that it may have.
+        expected: &'static str,
+        /// The type of its view.
         element: ScalarType,
     },
     /// The device captures a graph, which cannot hold an operation that the call needs.
@@ -84,7 +88,9 @@ impl<E: fmt::Display> fmt::Display for SessionError<E> {
             Self::Problem(error) => error.fmt(f),
             Self::Unsupported(error) => error.fmt(f),
             Self::Inputs(error) => error.fmt(f),
-            Self::Element { element } => write!(f, "a tensor is of {element}, expected f32, f16 or bf16"),
+            Self::Element { tensor, expected, element } => {
+                write!(f, "{tensor} has elements of {element}, expected {expected}")
+            }
             Self::View(error) => error.fmt(f),
             Self::Array { expected, got } => {
                 write!(f, "a tensor of {} {:?} for an array of {} {:?}", got.0, got.1, expected.0, expected.1)

@@ -156,6 +156,9 @@ impl<E: Engine> Session<E> {
     /// # Errors
     /// The error that the device reports.
     pub fn keep_plan(&mut self, plan: E::Plan) -> Result<(), E::Error> {
+        if self.captures()? {
+            return Err(SessionError::Captures { what: "preparation of a plan" }.into());
+        }
         let desc = E::problem(&plan).desc().clone();
         self.plans.retain(|kept| kept.captured || *kept.problem().desc() != desc);
         let old = self.evict();
@@ -224,8 +227,9 @@ impl<E: Engine> Session<E> {
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
     ) -> Result<(), E::Error> {
+        let problem = desc.clone().validate().map_err(SessionError::from)?;
+        inputs::check(&problem, inputs, outputs).map_err(SessionError::from)?;
         self.select(desc)?;
-        inputs::check(self.plans[0].problem(), inputs, outputs).map_err(SessionError::from)?;
         let uploaded = Uploaded::new(&self.device, inputs).map_err(SessionError::device)?;
         let mut results = Results::new(&self.device, outputs).map_err(SessionError::device)?;
         match inputs.tables {
@@ -340,11 +344,14 @@ pub fn check<M: DeviceMemory, E>(
     page: Option<usize>,
     outputs: &GpuOutputs<'_, M>,
 ) -> Result<(), SessionError<E>> {
-    let dtype = |element| dtype_of(element).ok_or(SessionError::Element { element });
+    let dtype = |tensor, element| {
+        let expected = "f32, f16 or bf16";
+        dtype_of(element).ok_or(SessionError::Element { tensor, expected, element })
+    };
     let kv = |kv: &GpuKv<'_, M>| (kv.codec, kv.shape);
     let mask = |mask: GpuMask<'_, M>| (mask.kind, mask.shape);
     let shapes = InputShapes {
-        q: (dtype(inputs.q.view.element())?, inputs.q.shape),
+        q: (dtype("q", inputs.q.view.element())?, inputs.q.shape),
         k: kv(&inputs.k),
         v: kv(&inputs.v),
         page,
@@ -357,8 +364,33 @@ pub fn check<M: DeviceMemory, E>(
     if let Some(means) = &inputs.v.means {
         return Err(RunError::Length { tensor: "v.means", expected: 0, got: means.len() }.into());
     }
-    let out = (dtype(outputs.out.view.element())?, outputs.out.shape);
+    let out = (dtype("out", outputs.out.view.element())?, outputs.out.shape);
     inputs::check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))?;
-    inputs.check(problem.sequences().len())?;
+    check_elements(inputs, outputs)?;
+    inputs.check(problem)?;
     Ok(outputs.out.check().map_err(|error| RunError::Memory { tensor: "out", error })?)
+}
+
+/// Checks that lists, tables and bytes are of the types that kernels read.
+fn check_elements<M, E>(
+    inputs: &GpuInputs<'_, M>,
+    outputs: &GpuOutputs<'_, M>,
+) -> Result<(), SessionError<E>> {
+    let mask = |mask: GpuMask<'_, M>| mask.bytes.element();
+    let all = [
+        ("k", ScalarType::U8, Some(inputs.k.bytes.element())),
+        ("v", ScalarType::U8, Some(inputs.v.bytes.element())),
+        ("k.means", ScalarType::F32, inputs.k.means.map(|list| list.element())),
+        ("tables.table", ScalarType::U32, inputs.tables.map(|tables| tables.table.element())),
+        ("tree", ScalarType::U8, inputs.tree.map(mask)),
+        ("mask", ScalarType::U8, inputs.mask.map(mask)),
+        ("alibi_slopes", ScalarType::F32, inputs.alibi_slopes.map(|list| list.element())),
+        ("sinks", ScalarType::F32, inputs.sinks.map(|list| list.element())),
+        ("lse", ScalarType::F32, outputs.lse.as_ref().map(|lse| lse.element())),
+    ];
+    let wrong = all.into_iter().find_map(|(tensor, expected, element)| {
+        let element = element.filter(|element| *element != expected)?;
+        Some(SessionError::Element { tensor, expected: expected.name(), element })
+    });
+    wrong.map_or(Ok(()), Err)
 }

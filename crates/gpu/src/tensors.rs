@@ -3,9 +3,10 @@
 //! `M` is the memory of the device. It is allocated by the device, or lent by another library: `Gpu::borrow` of CUDA and of Metal makes
 //! one of a raw address or buffer.
 
-use flashtile_core::codec::{Codec, RowKind};
+use flashtile_core::codec::Codec;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::RunError;
+use flashtile_core::problem::Problem;
 use flashtile_core::tensor::{self, ViewError};
 use flashtile_kernel::{DeviceMemory, ScalarType, Span, View, ViewMut};
 
@@ -63,7 +64,9 @@ pub struct GpuMask<'a, M> {
     pub strides: [usize; 4],
 }
 
-/// Which page holds which token: a block table on the device.
+/// Which page holds which token: a block table on the device. Each token that a query row sees has an entry, which is one of the pages of the
+/// pool: kernels read the entries, and nobody checks them. [`Session::run_paged`](crate::session::Session::run_paged) checks tables of the
+/// host.
 #[derive(Debug)]
 #[allow(clippy::exhaustive_structs)]
 pub struct GpuTables<'a, M> {
@@ -234,11 +237,7 @@ impl<M: DeviceMemory> GpuKv<'_, M> {
         };
         let fits = tensor::check(shape, strides, self.bytes.len());
         fits.map_err(|error| RunError::Memory { tensor: name, error })?;
-        let aligned = match (codec.dtype(), codec.row_kind()) {
-            (Some(dtype), _) => dtype.bytes(),
-            (None, RowKind::Mlx { .. }) => 4,
-            (None, _) => 2,
-        };
+        let aligned = codec.alignment();
         if let Some(got) = self.offsets().find(|at| !at.is_multiple_of(aligned)) {
             return Err(RunError::Alignment { tensor: name, aligned, got });
         }
@@ -306,7 +305,8 @@ impl<'a, M> GpuMask<'a, M> {
 impl<M: DeviceMemory> GpuMask<'_, M> {
     /// Checks that the view has the bytes of the elements that shape and strides reach, and that they are aligned.
     pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
-        self.check_reach().map_err(|error| RunError::Memory { tensor: name, error })?;
+        let refused = |error| RunError::Memory { tensor: name, error };
+        self.check_reach().map_err(refused)?;
         let aligned = self.kind.bytes();
         let got = (self.bytes.memory().address() as usize).wrapping_add(self.bytes.span().offset);
         if got.is_multiple_of(aligned) {
@@ -318,9 +318,15 @@ impl<M: DeviceMemory> GpuMask<'_, M> {
 }
 
 impl<M> GpuTables<'_, M> {
-    /// Checks that the table has a line for each sequence.
-    pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
-        let (expected, got) = (sequences.saturating_mul(self.width), self.table.len());
+    /// Checks that the table has a line for each sequence, and an entry for each of its tokens.
+    pub(crate) fn check(&self, problem: &Problem) -> Result<(), RunError> {
+        let of_width = |width: usize| problem.sequences().len().saturating_mul(width);
+        let longest = problem.sequences().iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+        let needed = if self.wraps { 0 } else { longest.div_ceil(self.page_size.max(1)) };
+        let (expected, got) = match self.width < needed {
+            true => (of_width(needed), of_width(self.width)),
+            false => (of_width(self.width), self.table.len()),
+        };
         if got < expected { Err(RunError::Length { tensor: "tables.table", expected, got }) } else { Ok(()) }
     }
 }
@@ -328,11 +334,11 @@ impl<M> GpuTables<'_, M> {
 impl<M: DeviceMemory> GpuInputs<'_, M> {
     /// Checks that the memory of every tensor holds all elements of its shape and strides: kernels do not
     /// check them.
-    pub(crate) fn check(&self, sequences: usize) -> Result<(), RunError> {
+    pub(crate) fn check(&self, problem: &Problem) -> Result<(), RunError> {
         self.q.check().map_err(|error| RunError::Memory { tensor: "q", error })?;
         self.k.check("k")?;
         self.v.check("v")?;
-        self.tables.map_or(Ok(()), |tables| tables.check(sequences))?;
+        self.tables.map_or(Ok(()), |tables| tables.check(problem))?;
         self.tree.map_or(Ok(()), |tree| tree.check("tree"))?;
         self.mask.map_or(Ok(()), |mask| mask.check("mask"))
     }

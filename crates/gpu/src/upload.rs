@@ -141,7 +141,7 @@ impl<M> Kv<M> {
                 let places = || (0..pages).flat_map(|page| (0..heads).map(move |head| (page, head)));
                 let page = places().next().map_or(0, |(page, head)| codes.page(page, head).len());
                 let stride = page.next_multiple_of(placement.page_align);
-                let mut bytes = vec![0u8; pages * heads * stride];
+                let mut bytes = vec![0xFF; pages * heads * stride];
                 for ((page, head), to) in places().zip(bytes.chunks_exact_mut(stride.max(1))) {
                     let from = codes.page(page, head);
                     to[..from.len()].copy_from_slice(from);

@@ -4,6 +4,7 @@ use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
 use crate::session::Session;
 use crate::upload::{Results, Uploaded};
+use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::problem::Problem;
 
@@ -12,6 +13,8 @@ pub struct UploadedRun<E: Engine> {
     session: Session<E>,
     problem: Problem,
     inputs: Uploaded<MemoryOf<E>>,
+    /// Tables of one page a sequence, with which sessions may choose kernels that look up no table.
+    single_pages: Option<BlockTables>,
     outputs: Results<MemoryOf<E>>,
 }
 
@@ -37,20 +40,25 @@ impl<E: Engine> UploadedRun<E> {
         inputs::check(&problem, inputs, outputs).map_err(SessionError::from)?;
         session.keep_plan(plan)?;
         let mut uploaded = Uploaded::new(session.device(), inputs).map_err(SessionError::device)?;
-        if let Some(tables) = inputs.tables {
+        let single_pages = inputs.tables.filter(|tables| tables.width == 1 && !tables.wraps).cloned();
+        if let Some(tables) = inputs.tables.filter(|_| single_pages.is_none()) {
             uploaded.upload_tables(session.device(), tables).map_err(SessionError::device)?;
         }
         let results = Results::new(session.device(), outputs).map_err(SessionError::device)?;
-        Ok(Self { session, problem, inputs: uploaded, outputs: results })
+        Ok(Self { session, problem, inputs: uploaded, single_pages, outputs: results })
     }
 
     /// Launches a run.
     ///
     /// # Errors
-    /// As [`Session::run`].
+    /// As [`Session::run_paged`].
     pub fn launch(&mut self) -> Result<(), E::Error> {
-        let Self { session, problem, inputs, outputs } = self;
-        session.run(problem.desc(), &inputs.inputs(), &mut outputs.outputs())
+        let Self { session, problem, inputs, single_pages, outputs } = self;
+        let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
+        match single_pages {
+            Some(tables) => session.run_paged(desc, &inputs, tables, &mut outputs),
+            None => session.run(desc, &inputs, &mut outputs),
+        }
     }
 
     /// Copies the results to outputs of the dtype, shapes and lists of [`UploadedRun::new`], after all work of the device before has ended.

@@ -4,7 +4,6 @@
 
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 use super::padding::{held, padding};
-use flashtile_core::codec::{Codec, RowKind};
 use flashtile_core::inputs::Inputs;
 #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
 use flashtile_core::problem::Problem;
@@ -67,8 +66,8 @@ pub(crate) const FILL: u8 = 0xFF;
 /// A device whose memory lies between bands.
 pub(crate) struct Banded<D: HostAccess> {
     device: D,
-    /// Bytes beyond a multiple of 256 at which tensors of bytes start: 0, or an odd number of their elements.
-    /// If it is not 0, other tensors start at an odd element.
+    /// Bytes beyond a multiple of 256 at which tensors of bytes start: 0, or 2 or 4, the largest size of an element
+    /// or scale in them. If it is not 0, other tensors start at an odd element.
     lead: usize,
     /// True if allocations end where the tensors do, for memory checkers.
     exact: bool,
@@ -85,13 +84,8 @@ struct Band<M> {
 impl<D: Lends> Banded<D> {
     /// A device for inputs, whose tensors start at odd elements where that is asked for.
     pub(crate) fn new(device: D, inputs: &Inputs<'_>, is_odd: bool, exact: bool) -> Self {
-        let of_kv = |codec: Codec| match (codec.dtype(), codec.row_kind()) {
-            (Some(dtype), _) => dtype.bytes(),
-            (None, RowKind::Mlx { .. }) => 4,
-            (None, _) => 2,
-        };
         let masks = inputs.mask.iter().map(|mask| mask.kind().bytes());
-        let elements = masks.chain([of_kv(inputs.k.codec()), of_kv(inputs.v.codec())]);
+        let elements = masks.chain([inputs.k.codec().alignment(), inputs.v.codec().alignment()]);
         let lead = if is_odd { elements.max().unwrap_or(4) } else { 0 };
         Self { device, lead, exact, bands: Mutex::default() }
     }

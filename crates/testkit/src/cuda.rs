@@ -162,6 +162,10 @@ impl GuardedRun {
     /// # Errors
     /// The errors of [`Prepared::update`], and of copying the tables.
     pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
+        let entries = self.uploaded.inputs().tables.map(|tables| tables.table.len());
+        if entries != Some(tables.table.len()) {
+            return Err(CudaError::Update { what: "tables have another size".to_owned() });
+        }
         self.prepared.update(plan)?;
         Ok(self.uploaded.upload_tables(&self.device, tables)?)
     }

@@ -5,6 +5,7 @@
 use super::block::{Axes, Kind};
 use super::{Memory, Place, Stream, blocks};
 use flashtile::cuda::{self, Gpu, GpuMask, GpuTensor, GpuTensorMut, ScalarType, View, ViewMut};
+use flashtile::gpu::scalar_type;
 use flashtile::tensor::{ViewError, reach};
 use flashtile::{Dtype, MaskKind};
 use pyo3::prelude::*;
@@ -67,20 +68,17 @@ impl DeviceMask<'_> {
     }
 }
 
-const fn scalar_type(dtype: Dtype) -> ScalarType {
-    match dtype {
-        Dtype::F32 => ScalarType::F32,
-        Dtype::F16 => ScalarType::F16,
-        Dtype::BF16 => ScalarType::Bf16,
-    }
-}
-
 impl Memory {
     /// The first `len` elements. They are in one allocation of the device and are readable by work on the stream while their owner lives.
     fn borrow(&self, on: OnDevice<'_>, element: ScalarType, len: usize) -> PyResult<cuda::Memory> {
         self.check_place(Place::Cuda(on.stream.device))?;
+        if let Kind::Element(dtype) = self.block.kind
+            && !(self.block.ptr as usize).is_multiple_of(dtype.bytes())
+        {
+            return Err(self.block.refuse(ViewError::Misaligned { dtype }).into());
+        }
         // SAFETY: by the invariant of `Memory` the elements that its shape and strides reach, which callers ask for, lie in one allocation
-        // of the device, while their owner lives. Libraries free and reuse device memory in the order of their streams, after this work.
+        // of the device, at an address that is a multiple of their size, while their owner lives. Libraries free and reuse device memory in the order of their streams, after this work.
         // Who writes has shown by `check_exclusive` that no other argument of the call has an address in common with it.
         Ok(unsafe { on.gpu.borrow(element, self.block.ptr as u64, len) })
     }

@@ -141,6 +141,16 @@ impl Codec {
         }
     }
 
+    /// Bytes that the addresses of rows of elements, or of pages of codes, are multiples of at least: the size of an element, or of a scale.
+    #[must_use]
+    pub const fn alignment(self) -> usize {
+        match self.row_kind() {
+            RowKind::Elements(dtype) => dtype.bytes(),
+            RowKind::Fp8 | RowKind::Integers { .. } => 2,
+            RowKind::Mlx { .. } => 4,
+        }
+    }
+
     /// The element type, if rows are plain elements.
     #[must_use]
     pub const fn dtype(self) -> Option<Dtype> {

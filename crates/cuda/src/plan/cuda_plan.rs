@@ -14,12 +14,12 @@ use flashtile_core::problem::Problem;
 pub struct CudaPlan {
     problem: Problem,
     options: PlanOptions,
-    engine: Engine,
+    engine: PlannedKernels,
 }
 
 /// The kind of kernels that compute a plan.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Engine {
+pub(crate) enum PlannedKernels {
     Native(NativePlan),
     Portable(Box<Portable>),
 }
@@ -56,9 +56,9 @@ impl CudaPlan {
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let portable = Self::takes_portable(problem, facts, options)?;
         let engine = if portable {
-            Engine::Portable(Box::new(Portable::new(problem, facts, options, None)?))
+            PlannedKernels::Portable(Box::new(Portable::new(problem, facts, options, None)?))
         } else {
-            Engine::Native(NativePlan::new(problem, facts, options, None)?)
+            PlannedKernels::Native(NativePlan::new(problem, facts, options, None)?)
         };
         Ok(Self { problem: problem.clone(), options, engine })
     }
@@ -81,14 +81,14 @@ impl CudaPlan {
             if Self::takes_portable(problem, facts, options)? {
                 return Err(Unsupported::Tile { why: "it is one of native kernels" });
             }
-            NativePlan::new(problem, facts, options, Some(tile)).map(Engine::Native)
+            NativePlan::new(problem, facts, options, Some(tile)).map(PlannedKernels::Native)
         };
         let engine = match tile {
             CudaTile::Portable(tile) => {
                 let mut options = options;
                 options.kernels = KernelChoice::Portable;
                 Self::takes_portable(problem, facts, options)?;
-                Engine::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
+                PlannedKernels::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
             }
             CudaTile::Sm80(tile) => native(NativeTile::Sm80(tile))?,
             CudaTile::Sm90(tile) => native(NativeTile::Sm90(tile))?,
@@ -134,21 +134,21 @@ impl CudaPlan {
         self.options
     }
 
-    pub(crate) const fn engine(&self) -> &Engine {
+    pub(crate) const fn planned_kernels(&self) -> &PlannedKernels {
         &self.engine
     }
 
     pub(crate) const fn native(&self) -> Option<&NativePlan> {
         match &self.engine {
-            Engine::Native(plan) => Some(plan),
-            Engine::Portable(_) => None,
+            PlannedKernels::Native(plan) => Some(plan),
+            PlannedKernels::Portable(_) => None,
         }
     }
 
     pub(crate) const fn portable(&self) -> Option<&Portable> {
         match &self.engine {
-            Engine::Native(_) => None,
-            Engine::Portable(plan) => Some(&**plan),
+            PlannedKernels::Native(_) => None,
+            PlannedKernels::Portable(plan) => Some(&**plan),
         }
     }
 
@@ -164,8 +164,8 @@ impl CudaPlan {
     #[must_use]
     pub fn kernel(&self) -> String {
         match &self.engine {
-            Engine::Native(plan) => plan.kernel_names(),
-            Engine::Portable(plan) => plan.kernel.to_string(),
+            PlannedKernels::Native(plan) => plan.kernel_names(),
+            PlannedKernels::Portable(plan) => plan.kernel.to_string(),
         }
     }
 
@@ -173,8 +173,8 @@ impl CudaPlan {
     #[must_use]
     pub fn task_count(&self) -> usize {
         match &self.engine {
-            Engine::Native(plan) => plan.work_tile_count(),
-            Engine::Portable(plan) => plan.plan.groups(),
+            PlannedKernels::Native(plan) => plan.work_tile_count(),
+            PlannedKernels::Portable(plan) => plan.plan.groups(),
         }
     }
 
@@ -182,8 +182,8 @@ impl CudaPlan {
     #[must_use]
     pub fn splits(&self) -> usize {
         match &self.engine {
-            Engine::Native(plan) => plan.splits(),
-            Engine::Portable(plan) => plan.plan.splits(),
+            PlannedKernels::Native(plan) => plan.splits(),
+            PlannedKernels::Portable(plan) => plan.plan.splits(),
         }
     }
 
@@ -191,8 +191,8 @@ impl CudaPlan {
     #[must_use]
     pub const fn workspace_bytes(&self) -> usize {
         match &self.engine {
-            Engine::Native(plan) => plan.regions().len,
-            Engine::Portable(plan) => plan.plan.regions().len,
+            PlannedKernels::Native(plan) => plan.regions().len,
+            PlannedKernels::Portable(plan) => plan.plan.regions().len,
         }
     }
 }
@@ -200,8 +200,8 @@ impl CudaPlan {
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.engine {
-            Engine::Native(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
-            Engine::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
+            PlannedKernels::Native(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
+            PlannedKernels::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
         }
     }
 }

@@ -29,7 +29,7 @@ mod variant;
 mod work_tile;
 
 pub use cuda_plan::CudaPlan;
-pub(crate) use cuda_plan::Engine;
+pub(crate) use cuda_plan::PlannedKernels;
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 pub(crate) use facts::{WGMMA_CAPABILITY, WGMMA_COMPILER};
 pub use kernel::{CudaKernel, CudaTile};

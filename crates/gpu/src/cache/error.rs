@@ -40,7 +40,10 @@ impl<E> StoreError<E> {
         match self {
             Self::Cache(error) => Err(error),
             Self::Unsupported(error) => Ok(SessionError::Unsupported(error)),
-            Self::Element { element } => Ok(SessionError::Element { element }),
+            Self::Element { element } => {
+                let (tensor, expected) = ("a tensor of rows", "f32, f16 or bf16");
+                Ok(SessionError::Element { tensor, expected, element })
+            }
             Self::Memory(error) => Ok(SessionError::Inputs(RunError::Memory { tensor: "rows", error })),
             Self::Launch(error) => Ok(SessionError::Launch(error)),
         }

@@ -4,14 +4,16 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{CacheDesc, CacheLayout, CacheShape, KvCache};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
-use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens, Visibility};
+use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, QOffset, SeqLens, Visibility};
+use flashtile_core::tensor::dense;
+use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::{GpuRows, GpuStore};
 use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::machines;
 use flashtile_gpu::session::Session;
-use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut};
+use flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuOutputs, GpuTensor, GpuTensorMut};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, ScalarType, Span, View, ViewMut};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
 
 /// Calls that the device has recorded.
@@ -24,7 +26,7 @@ struct Record {
 }
 
 #[derive(Debug, Default)]
-struct Recorder(RefCell<Record>);
+struct Recorder(RefCell<Record>, Cell<bool>);
 
 /// Memory that has no contents.
 #[derive(Debug)]
@@ -44,6 +46,10 @@ impl DeviceMemory for Nothing {
 impl Device for &Recorder {
     type Memory = Nothing;
     type Error = Infallible;
+
+    fn captures(&self) -> Result<bool, Infallible> {
+        Ok(self.1.get())
+    }
 
     fn launch(&self, launch: Launch<'_, Nothing>) -> Result<(), Infallible> {
         let launched = (launch.instance().kernel().name.to_owned(), launch.groups());
@@ -237,4 +243,77 @@ fn descriptions_in_turns_keep_their_plans() {
         let record = std::mem::take(&mut *recorder.0.borrow_mut());
         assert!(record.allocations == 0 || len == 480, "{len}: {record:?}");
     }
+}
+
+/// A graph refers to the memory of a plan and of its block table: neither is taken over or freed.
+#[test]
+fn captured_calls_keep_their_plan_and_table() {
+    let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let desc = |kv_len| ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len }; 2]);
+    let recorder = Recorder::default();
+    let mut session = Session::new(&recorder, PortableEngine::new(machines::M5));
+    let cache = CacheDesc::new(
+        CacheLayout::Paged { pages: 16, page_size: 16 },
+        CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 },
+        Codec::BF16,
+    );
+    let store = GpuStore::new(&recorder, &cache).unwrap();
+    let tables = |first: u32, kv_len: usize| BlockTables {
+        table: (first..first + 6).collect(),
+        width: 3,
+        page_size: 16,
+        wraps: false,
+        lens: vec![kv_len; 2],
+        first: vec![0; 2],
+    };
+    let (q, mut out) = (memory(ScalarType::Bf16, 1024), memory(ScalarType::Bf16, 1024));
+    let (shape, strides, [k, v]) = ([1, 8, 2, 64], [0, 64, 512, 1], store.kv(0));
+    let inputs = GpuInputs::new(GpuTensor { view: q.view(), shape, strides }, k, v);
+    let mut call = |session: &mut Session<PortableEngine<_>>, kv_len, tables: &BlockTables| {
+        let mut outputs = GpuOutputs::new(GpuTensorMut { view: out.view_mut(), shape, strides });
+        *recorder.0.borrow_mut() = Record::default();
+        session.run_paged(&desc(kv_len), &inputs, tables, &mut outputs).map(|()| recorder.0.borrow().clone())
+    };
+    call(&mut session, 40, &tables(0, 40)).unwrap();
+    assert!(!session.is_captured());
+    recorder.1.set(true);
+    assert_eq!(call(&mut session, 40, &tables(0, 40)).unwrap().writes, 0);
+    let refused = call(&mut session, 40, &tables(8, 40)).unwrap_err();
+    assert_eq!(refused, SessionError::Captures { what: "copy of the block table" });
+    let refused = call(&mut session, 41, &tables(0, 41)).unwrap_err();
+    assert_eq!(refused, SessionError::Captures { what: "preparation of a plan" });
+    recorder.1.set(false);
+    assert!(session.is_captured());
+    // Another table gets memory of its own, and the next step a plan of its own.
+    assert_eq!(call(&mut session, 40, &tables(8, 40)).unwrap().allocations, 1);
+    assert!(call(&mut session, 41, &tables(0, 41)).unwrap().allocations > 1);
+    session.clear();
+    let record = call(&mut session, 40, &tables(8, 40)).unwrap();
+    assert_eq!((record.allocations, record.writes), (0, 0));
+}
+
+#[test]
+fn elements_of_other_types_are_refused() {
+    let dims = Dims { batch: 1, q_heads: 2, kv_heads: 2, q_len: 3, kv_len: 5, head_dim: 64, value_dim: 64 };
+    let mut desc = ProblemDesc::new(dims, Dtype::F32);
+    (desc.alibi, desc.q_offset) = (true, Some(QOffset::TopLeft));
+    let recorder = Recorder::default();
+    let mut session = Session::new(&recorder, PortableEngine::new(machines::M5));
+    let elements = |shape: [usize; 4]| memory(ScalarType::F32, shape.iter().product());
+    let (q, kv, mut out) = (elements(dims.q_shape()), elements(dims.k_shape()), elements(dims.out_shape()));
+    let mut run = |slopes: ScalarType, lse: ScalarType| {
+        let (slopes, mut lse) = (memory(slopes, 2), memory(lse, 6));
+        let tensor = |of, shape| GpuTensor::new(DeviceMemory::view(of), shape, dense(shape)).unwrap();
+        let kv = GpuKv::elements(tensor(&kv, dims.k_shape())).unwrap();
+        let mut inputs = GpuInputs::new(tensor(&q, dims.q_shape()), kv, kv);
+        inputs.alibi_slopes = Some(slopes.view());
+        let shape = dims.out_shape();
+        let mut outputs = GpuOutputs::new(GpuTensorMut::new(out.view_mut(), shape, dense(shape)).unwrap());
+        outputs.lse = Some(lse.view_mut());
+        session.run(&desc, &inputs, &mut outputs)
+    };
+    run(ScalarType::F32, ScalarType::F32).unwrap();
+    let refused = |tensor, element| Err(SessionError::Element { tensor, expected: "f32", element });
+    assert_eq!(run(ScalarType::U8, ScalarType::F32), refused("alibi_slopes", ScalarType::U8));
+    assert_eq!(run(ScalarType::F32, ScalarType::U8), refused("lse", ScalarType::U8));
 }

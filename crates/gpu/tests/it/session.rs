@@ -18,7 +18,7 @@ use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTables};
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::cuda::Gpu;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Device, HostAccess, Span, View};
+use flashtile_kernel::{Device, HostAccess, ScalarType, Span, View};
 use flashtile_testkit::Rng;
 
 fn random(rng: &mut Rng, len: usize) -> Vec<f32> {
@@ -292,12 +292,8 @@ fn tensors_beyond_their_memory_are_refused() {
             }
         }
         // Tables on the device.
-        let long = GpuTables {
-            table: strided.uploaded.inputs().q.view,
-            width: usize::MAX / 2,
-            page_size: 4,
-            wraps: false,
-        };
+        let words = Simulator::new().zeroed(ScalarType::U32, 5 * 4 * 64).unwrap();
+        let long = GpuTables { table: words.view(), width: usize::MAX / 2, page_size: 4, wraps: false };
         let (mut inputs, mut outputs) = (strided.uploaded.inputs(), strided.results.outputs());
         inputs.tables = Some(long);
         let refused = session(DECODE_TILE).run(&strided.desc, &inputs, &mut outputs).unwrap_err();
