@@ -285,7 +285,11 @@ def fetch_clang():
 @functools.cache
 def oldest():
     """Variables of what is built with tests. Lines of source in backtraces would cost a tenth of the build; a panic names its own."""
-    return {"RUSTUP_TOOLCHAIN": toolchain(MSRV), "CARGO_PROFILE_DEV_DEBUG": "none"}
+    name = toolchain(MSRV)
+    # Tests of macros load rustc's own libraries, which `cargo test` finds and a program that is run by itself does not.
+    libraries = Path(output("rustc", "--print", "sysroot", env={"RUSTUP_TOOLCHAIN": name})[1].strip()) / "lib"
+    path = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")]))
+    return {"RUSTUP_TOOLCHAIN": name, "CARGO_PROFILE_DEV_DEBUG": "none", "LD_LIBRARY_PATH": path}
 
 
 def test_environment():

@@ -64,7 +64,8 @@ fn words(message: &str) -> String {
     let words = words.split(": evaluation of").next().unwrap_or_default();
     match code {
         "error[E0080]" => words.trim_start_matches("evaluation panicked: ").to_owned(),
-        "error[E0277]" => words.to_owned(),
+        // rustc explains its own sentence in words of its version.
+        "error[E0277]" => words.split_inclusive("is not satisfied").next().unwrap_or_default().to_owned(),
         _ => code.to_owned(),
     }
 }
