@@ -287,8 +287,8 @@ def oldest():
     """Variables of what is built with tests. Lines of source in backtraces would cost a tenth of the build; a panic names its own."""
     name = toolchain(MSRV)
     # Tests of macros load rustc's own libraries, which `cargo test` finds and a program that is run by itself does not.
-    libraries = Path(output("rustc", "--print", "sysroot", env={"RUSTUP_TOOLCHAIN": name})[1].strip()) / "lib"
-    path = os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")]))
+    libraries = output("rustc", "--print", "target-libdir", env={"RUSTUP_TOOLCHAIN": name})[1].strip()
+    path = os.pathsep.join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")]))
     return {"RUSTUP_TOOLCHAIN": name, "CARGO_PROFILE_DEV_DEBUG": "none", "LD_LIBRARY_PATH": path}
 
 
