@@ -174,8 +174,7 @@ impl NativeRun<'_> {
         let alignments =
             [inputs.q.alignment(), inputs.k.alignment(), inputs.v.alignment(), outputs.out.alignment()];
         let access = if alignments == [16; 4] { Access::Vector } else { Access::Element };
-        let mask = inputs.mask.as_ref().map(|mask| Ok::<_, CudaError>((mask, self.mask("mask", mask)?)));
-        self.launch(&tensors, access, mask.transpose()?, params)
+        self.launch(&tensors, access, inputs.mask.as_ref(), params)
     }
 
     /// The address of a view, which lies inside of memory of the device.
@@ -265,14 +264,14 @@ impl NativeRun<'_> {
         self,
         tensors: &Tensors,
         access: Access,
-        mask: Option<(&GpuMask<'_, Memory>, (Tensor, u32))>,
+        mask: Option<&GpuMask<'_, Memory>>,
         mut params: ForwardParams,
     ) -> Result<(), CudaError> {
         let Self { cuda, gpu, native: plan, functions, .. } = self;
         let stream = gpu.stream();
         for (n, launch) in plan.launches().iter().enumerate() {
             let table = plan.mask_tile_tables().get(n);
-            if let (Some(function), Some(table), Some((mask, _))) = (&functions.mask_tiles, table, mask) {
+            if let (Some(function), Some(table), Some(mask)) = (&functions.mask_tiles, table, mask) {
                 launch_mask_tiles(stream, function, table, mask, &mut params)?;
             }
             let kernel = &launch.kernel;

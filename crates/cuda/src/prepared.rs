@@ -47,7 +47,7 @@ impl Cuda {
     /// [`Cuda::prepare`] in memory of the caller's, which [`Gpu::borrow`] lends: [`CudaPlan::workspace_bytes`] at least, at a multiple of 256.
     ///
     /// # Errors
-    /// As [`Cuda::prepare`], [`CudaError::Scratch`] or [`CudaError::ScratchAlignment`].
+    /// The errors of [`Cuda::prepare`], [`CudaError::Scratch`] or [`CudaError::ScratchAlignment`].
     pub fn prepare_in(
         &self,
         plan: &CudaPlan,
@@ -58,11 +58,6 @@ impl Cuda {
     }
 }
 
-/// The bytes of a memory.
-fn bytes_of(memory: &Memory) -> usize {
-    memory.len() * memory.element().bytes()
-}
-
 impl Prepared {
     fn new(cuda: &Cuda, plan: CudaPlan, gpu: Gpu, scratch: Memory) -> Result<Self, CudaError> {
         let facts = cuda.facts();
@@ -71,7 +66,7 @@ impl Prepared {
         if shared > facts.shared_per_block || !runs {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
-        let (needed, got) = (plan.workspace_bytes(), bytes_of(&scratch));
+        let (needed, got) = (plan.workspace_bytes(), scratch.bytes());
         let at = gpu.address("forward", "scratch", &scratch, scratch.view().span())?;
         if got < needed {
             return Err(CudaError::Scratch { needed, got });
@@ -101,7 +96,7 @@ impl Prepared {
         old: Option<Self>,
     ) -> Result<Self, CudaError> {
         let needed = plan.workspace_bytes();
-        let scratch = match old.map(|old| old.scratch).filter(|scratch| bytes_of(scratch) >= needed) {
+        let scratch = match old.map(|old| old.scratch).filter(|scratch| scratch.bytes() >= needed) {
             Some(scratch) => scratch,
             // Sizes that grow from step to step do not each get memory of their own.
             None => Memory::uninit(gpu.context(), ScalarType::U8, needed.max(256).next_power_of_two())?,

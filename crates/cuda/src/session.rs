@@ -146,7 +146,7 @@ impl Cuda {
 /// ended.
 ///
 /// # Errors
-/// As [`Cuda::with_context`].
+/// The errors of [`Cuda::with_context`].
 pub fn with_session<T>(stream: &Arc<CudaStream>, f: impl FnOnce(&mut Session) -> T) -> Result<T, CudaError> {
     thread_local! {
         static SESSIONS: Cell<Vec<Session>> = const { Cell::new(Vec::new()) };

@@ -168,7 +168,7 @@ impl<E: Engine> Session<E> {
     /// Launches the computation of a description over tensors on the device, and returns before it has ended.
     ///
     /// # Errors
-    /// As [`Session::plan`], and [`SessionError::Inputs`] where the tensors do not fit the description. Nothing was launched then.
+    /// The errors of [`Session::plan`], and [`SessionError::Inputs`] where the tensors do not fit the description. Nothing was launched then.
     pub fn run(
         &mut self,
         desc: &ProblemDesc,
@@ -190,7 +190,7 @@ impl<E: Engine> Session<E> {
     /// unless the last call of the description had the same.
     ///
     /// # Errors
-    /// As [`Session::run`]; also where the tables do not fit the pool of `inputs.k`, and where others are given while the device captures a
+    /// The errors of [`Session::run`]; also where the tables do not fit the pool of `inputs.k`, and where others are given while the device captures a
     /// graph.
     pub fn run_paged(
         &mut self,
@@ -220,7 +220,7 @@ impl<E: Engine> Session<E> {
     /// the results back. Where tensors stay on the device, [`Session::run`] has no copies.
     ///
     /// # Errors
-    /// As [`Session::run`]; [`SessionError::Inputs`] also where block tables do not describe pages of the pool.
+    /// The errors of [`Session::run`]; [`SessionError::Inputs`] also where block tables do not describe pages of the pool.
     pub fn compute(
         &mut self,
         desc: &ProblemDesc,

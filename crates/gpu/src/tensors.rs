@@ -132,7 +132,7 @@ impl<'a, M> GpuTensor<'a, M> {
     /// A tensor whose first element is the view's, with strides in elements, of which the last is 1.
     ///
     /// # Errors
-    /// As [`GpuTensor::check`].
+    /// The errors of [`GpuTensor::check`].
     pub fn new(view: View<'a, M>, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
         let tensor = Self { view, shape, strides };
         tensor.check().map(|()| tensor)
@@ -151,16 +151,16 @@ impl<'a, M> GpuTensorMut<'a, M> {
     /// A tensor to fill, like [`GpuTensor::new`].
     ///
     /// # Errors
-    /// As [`GpuTensorMut::check`].
+    /// The errors of [`GpuTensorMut::check`].
     pub fn new(view: ViewMut<'a, M>, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
         let tensor = Self { view, shape, strides };
         tensor.check().map(|()| tensor)
     }
 
-    /// As [`GpuTensor::check`], and that no two elements share memory.
+    /// Checks the same as [`GpuTensor::check`], and that no two elements share memory.
     ///
     /// # Errors
-    /// As [`GpuTensor::check`], and [`ViewError::Overlap`].
+    /// The errors of [`GpuTensor::check`], and [`ViewError::Overlap`].
     pub fn check(&self) -> Result<(), ViewError> {
         tensor::check(self.shape, self.strides, self.view.len())?;
         tensor::check_disjoint(self.shape, self.strides)
@@ -255,7 +255,7 @@ impl<M: DeviceMemory> GpuTensor<'_, M> {
 }
 
 impl<M: DeviceMemory> GpuTensorMut<'_, M> {
-    /// As [`GpuTensor::alignment`].
+    /// The alignment of all rows, as [`GpuTensor::alignment`] counts it.
     #[must_use]
     pub fn alignment(&self) -> usize {
         row_alignment(self.view.memory(), self.view.span(), self.shape, self.strides)

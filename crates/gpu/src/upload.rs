@@ -213,7 +213,7 @@ impl<M: DeviceMemory> Uploaded<M> {
     /// [`Uploaded::new`] with copies that lie as the caller says.
     ///
     /// # Errors
-    /// As [`Uploaded::new`].
+    /// The errors of [`Uploaded::new`].
     pub fn placed<D: HostAccess<Memory = M>>(
         device: &D,
         inputs: &Inputs<'_>,
@@ -304,7 +304,7 @@ impl<M: DeviceMemory> Results<M> {
     /// [`Results::new`] with an `out` that lies as the caller says; bytes of gaps are not written here.
     ///
     /// # Errors
-    /// As [`Results::new`].
+    /// The errors of [`Results::new`].
     pub fn placed<D: HostAccess<Memory = M>>(
         device: &D,
         outputs: &Outputs<'_>,

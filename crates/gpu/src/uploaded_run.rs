@@ -51,7 +51,7 @@ impl<E: Engine> UploadedRun<E> {
     /// Launches a run.
     ///
     /// # Errors
-    /// As [`Session::run_paged`].
+    /// The errors of [`Session::run_paged`].
     pub fn launch(&mut self) -> Result<(), E::Error> {
         let Self { session, problem, inputs, single_pages, outputs } = self;
         let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
@@ -76,7 +76,7 @@ impl<E: Engine> UploadedRun<E> {
     /// Runs once and copies the results.
     ///
     /// # Errors
-    /// As [`UploadedRun::launch`] and [`UploadedRun::download`].
+    /// The errors of [`UploadedRun::launch`] and [`UploadedRun::download`].
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), E::Error> {
         self.launch()?;
         self.download(outputs)

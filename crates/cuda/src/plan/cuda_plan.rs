@@ -68,7 +68,7 @@ impl CudaPlan {
     /// whatever the options ask for.
     ///
     /// # Errors
-    /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device,
+    /// The errors of [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device,
     /// [`Unsupported::Tile`] where no kernel has the tile, where it is for native kernels and portable ones
     /// would run, or where kernels of its kind do not compute the problem on the device.
     pub fn with_tile(

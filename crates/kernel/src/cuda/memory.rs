@@ -77,7 +77,9 @@ impl Memory {
         self.len == 0
     }
 
-    pub(super) fn bytes(&self) -> usize {
+    /// Bytes of its elements.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
         self.len * self.element.bytes()
     }
 
