@@ -1,34 +1,93 @@
 //! Names of backends, as users write them.
 
+use crate::backend::Backend;
+use crate::backends::{BACKENDS, Registered};
+use crate::choice::Choice;
+use crate::error::{BackendNameError, Result};
+use flashtile_core::plan::PlanOptions;
+use flashtile_core::problem::Problem;
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// A backend as a user names it: `auto`, `cpu`, `cuda`, `cuda:1` or `metal`. Every build knows every name;
-/// [`BackendName::open`] refuses backends that the build or the machine lacks.
+/// A backend as a user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `metal`, `reference` or `simulator`. Every build knows every name;
+/// [`BackendName::open`] refuses backends that the build or the machine lacks. The default is `auto`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum BackendName {
-    /// The fastest backend of this machine for the problem.
-    #[default]
-    Auto,
-    /// The processor.
-    Cpu,
-    /// A CUDA device.
-    Cuda {
-        /// Its number, counted from 0 as the driver counts.
-        device: usize,
-    },
-    /// The system's default Metal device.
-    Metal,
+pub struct BackendName {
+    /// The backend and its device; `auto` without.
+    named: Option<(&'static str, usize)>,
+}
+
+impl BackendName {
+    /// `auto`: the fastest backend of this machine for a problem.
+    pub const AUTO: Self = Self { named: None };
+
+    /// Every backend of this machine and build, or why it cannot be opened, each numbered device by its own name.
+    #[must_use]
+    pub fn all() -> Vec<(Self, Result<Arc<dyn Backend>>)> {
+        let devices = |of: &'static Registered| {
+            let name = move |device| Self { named: Some((of.name, device)) };
+            match (of.count)() {
+                Ok(count) => (0..count).map(|device| (name(device), (of.open)(device))).collect(),
+                Err(why) => vec![(name(0), Err(why))],
+            }
+        };
+        BACKENDS.iter().flat_map(devices).collect()
+    }
+
+    /// Names and descriptions of all backends, also of those that this build lacks.
+    pub fn list() -> impl Iterator<Item = (&'static str, &'static str)> {
+        BACKENDS.iter().map(|of| (of.name, of.about))
+    }
+
+    /// Returns true for `auto`.
+    #[must_use]
+    pub const fn is_auto(self) -> bool {
+        self.named.is_none()
+    }
+
+    /// The backend without the number of a device: `cpu`, `cuda`; `auto`.
+    #[must_use]
+    pub fn backend(self) -> &'static str {
+        self.named.map_or("auto", |(backend, _)| backend)
+    }
+
+    /// Number of the device, counted from 0.
+    #[must_use]
+    pub fn device(self) -> usize {
+        self.named.map_or(0, |(_, device)| device)
+    }
+
+    /// Opens the backend. `auto` is the CPU: the choice needs a problem, see [`BackendName::choose`].
+    ///
+    /// # Errors
+    /// [`Error::Feature`](crate::Error::Feature) where the build lacks the backend. Of CUDA, [`Error::Device`](crate::Error::Device) where there is no driver or no device of the number,
+    /// with the number of devices, and [`Error::Unsupported`](crate::Error::Unsupported) where the device is older than the kernels. Of Metal, [`Error::System`](crate::Error::System) on
+    /// systems other than Apple's, [`Error::Device`](crate::Error::Device) where there is no device, and [`Error::Unsupported`](crate::Error::Unsupported) where it is none of Apple's own.
+    pub fn open(self) -> Result<Arc<dyn Backend>> {
+        let (backend, device) = self.named.unwrap_or(("cpu", 0));
+        let found = BACKENDS.iter().find(|of| of.name == backend);
+        found.map_or_else(|| Err(unknown(backend).into()), |of| (of.open)(device))
+    }
+
+    /// Opens the backend and plans a problem; `auto` is [`Choice::auto_with`]. A problem that the backend has no plan for is no error here but
+    /// [`Choice::plan`].
+    ///
+    /// # Errors
+    /// As [`BackendName::open`].
+    pub fn choose(self, problem: &Problem, options: PlanOptions) -> Result<Choice> {
+        if self.is_auto() {
+            return Ok(Choice::auto_with(problem, options));
+        }
+        Ok(Choice::of(self.open()?, problem, options, "asked for"))
+    }
 }
 
 impl std::fmt::Display for BackendName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda { device: 0 } => f.write_str("cuda"),
-            Self::Cuda { device } => write!(f, "cuda:{device}"),
-            Self::Metal => f.write_str("metal"),
+        match self.named {
+            Some((backend, 0)) => f.write_str(backend),
+            Some((backend, device)) => write!(f, "{backend}:{device}"),
+            None => f.write_str("auto"),
         }
     }
 }
@@ -36,51 +95,38 @@ impl std::fmt::Display for BackendName {
 impl FromStr for BackendName {
     type Err = BackendNameError;
 
-    fn from_str(name: &str) -> Result<Self, Self::Err> {
-        match name {
-            "auto" => return Ok(Self::Auto),
-            "cpu" => return Ok(Self::Cpu),
-            "cuda" => return Ok(Self::Cuda { device: 0 }),
-            "metal" => return Ok(Self::Metal),
-            _ => {}
+    fn from_str(name: &str) -> std::result::Result<Self, Self::Err> {
+        if name == "auto" {
+            return Ok(Self::AUTO);
         }
-        let Some(number) = name.strip_prefix("cuda:") else {
-            return Err(BackendNameError::Unknown { name: name.to_owned() });
+        let (backend, number) = match name.split_once(':') {
+            Some((backend, number)) => (backend, Some(number)),
+            None => (name, None),
         };
+        let found = BACKENDS.iter().find(|of| of.name == backend && (number.is_none() || of.is_numbered));
+        let found = found.ok_or_else(|| unknown(name))?;
         // `parse` alone would take a plus sign.
-        let device = number.bytes().all(|byte| byte.is_ascii_digit()).then(|| number.parse().ok()).flatten();
-        let device = device.ok_or_else(|| BackendNameError::Device { name: name.to_owned() })?;
-        Ok(Self::Cuda { device })
+        let parsed = number.map_or(Some(0), |number| {
+            number.bytes().all(|byte| byte.is_ascii_digit()).then(|| number.parse().ok()).flatten()
+        });
+        let device =
+            parsed.ok_or_else(|| BackendNameError::Device { backend: found.name, name: name.to_owned() })?;
+        Ok(Self { named: Some((found.name, device)) })
     }
 }
 
-/// Why a text names no backend.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BackendNameError {
-    /// There is no backend of this name.
-    Unknown {
-        /// The text.
-        name: String,
-    },
-    /// The text after `cuda:` is not the number of a device.
-    Device {
-        /// The text.
-        name: String,
-    },
+fn unknown(name: &str) -> BackendNameError {
+    let numbered = |of: &Registered| of.is_numbered.then(|| format!("{}:N", of.name));
+    let names = BACKENDS.iter().flat_map(|of| [Some(of.name.to_owned()), numbered(of)]).flatten();
+    BackendNameError::Unknown { name: name.to_owned(), known: names.collect() }
 }
 
-impl std::fmt::Display for BackendNameError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Unknown { name } => {
-                write!(f, "no backend is called '{name}', expected auto, cpu, cuda, cuda:N or metal")
-            }
-            Self::Device { name } => {
-                write!(f, "'{name}', expected cuda:N, where N is the number of a device, counted from 0")
-            }
-        }
+impl Choice {
+    /// The backend that a user's text names: `auto`, `cpu`, `metal`, `cuda`, or `cuda:1` for another device.
+    ///
+    /// # Errors
+    /// [`Error::BackendName`](crate::Error::BackendName) where the text names none, and the errors of [`BackendName::open`].
+    pub fn named(name: &str, problem: &Problem) -> Result<Self> {
+        name.parse::<BackendName>()?.choose(problem, PlanOptions::default())
     }
 }
-
-impl std::error::Error for BackendNameError {}

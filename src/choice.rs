@@ -1,199 +1,222 @@
-//! The choice of the backend that computes a problem, as a pure function of facts.
+//! The choice of the backend that computes a problem.
 //!
 //! A device is chosen where it is present, has a plan, and its estimated time is below the processor's, start and copies
 //! included.
 
-use crate::any_plan::{AnyPlan, BackendKind};
-#[cfg(any(feature = "cuda", feature = "metal"))]
-use crate::estimate::{Estimate, Rates, op, time};
-use flashtile_core::plan::{PlanOptions, Unsupported};
+use crate::backend::Backend;
+use crate::backends::BACKENDS;
+use crate::presence::Presence;
+use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
-use flashtile_cpu::plan::{CpuFacts, CpuPlan};
-#[cfg(feature = "cuda")]
-use flashtile_cuda::plan::{CudaFacts, CudaPlan};
-#[cfg(feature = "metal")]
-use flashtile_metal::{MetalFacts, MetalPlan};
+use flashtile_cpu::cpu::Cpu;
+use flashtile_cpu::plan::CpuFacts;
+use std::sync::Arc;
 
-/// The facts of a machine, which may be absent: a processor, and the devices of [`Machine::with_cuda`] and
-/// [`Machine::with_metal`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A backend, its plan for a problem, and why it was chosen. [`Display`](std::fmt::Display) is `{backend}: {reason}`.
+///
+/// ```
+/// use flashtile::{Choice, Dims, Dtype, ProblemDesc};
+/// let dims = Dims { batch: 1, q_heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, head_dim: 64, value_dim: 64 };
+/// let problem = ProblemDesc::new(dims, Dtype::F32).validate()?;
+/// let choice = Choice::auto(&problem);
+/// println!("{choice}"); // cpu: no NVIDIA driver on this machine: tried libcuda.so, libcuda.so.1
+/// println!("{}", choice.plan?); // kernel, tiles, tasks, splits, workspace
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Choice {
+    /// The backend.
+    pub backend: Arc<dyn Backend>,
+    /// Its plan for the problem, or why it has none. [`Choice::auto`] chooses a backend without a plan only where no other has
+    /// one.
+    pub plan: std::result::Result<AnyPlan, Unsupported>,
+    /// Why this backend, in one sentence.
+    pub reason: String,
+}
+
+impl Choice {
+    /// The fastest backend of this machine for a problem whose tensors are in host memory, and why: [`choose`] with the facts
+    /// of this machine. A CUDA device counts as present if it starts and NVRTC is found. Of several CUDA devices the first is
+    /// considered; `CUDA_VISIBLE_DEVICES` makes another one the first. The Metal device counts as present if it computes two small
+    /// problems as the reference does ([`Metal::self_check`](https://docs.rs/flashtile-metal)).
+    ///
+    /// The first call in a process starts the driver, which may take a second where there is a CUDA device, or checks the Metal device,
+    /// which takes as long where that was not done on this system before. Every call plans: keep the choice and use [`Backend::plan`] for
+    /// further problems of the same size.
+    #[must_use]
+    pub fn auto(problem: &Problem) -> Self {
+        Self::auto_with(problem, PlanOptions::default())
+    }
+
+    /// [`Choice::auto`] with options of the planner.
+    #[must_use]
+    pub fn auto_with(problem: &Problem, options: PlanOptions) -> Self {
+        let cpu = Cpu::new();
+        let mut machine = Machine::new(*cpu.facts());
+        machine.devices = BACKENDS.iter().filter_map(|of| (of.candidate)()).collect();
+        let Chosen { backend, plan, reason } = choose(problem, options, &machine);
+        // A device that is present was opened before, and is shared.
+        let found = BACKENDS.iter().find(|of| of.name == backend).and_then(|of| (of.open)(0).ok());
+        let opened = found.unwrap_or_else(|| Arc::new(cpu));
+        Self { backend: opened, plan, reason }
+    }
+
+    /// A backend of the caller's, with its plan for a problem and the reason for it.
+    #[must_use]
+    pub fn of(
+        backend: Arc<dyn Backend>,
+        problem: &Problem,
+        options: PlanOptions,
+        reason: impl Into<String>,
+    ) -> Self {
+        Self { plan: backend.plan(problem, options), backend, reason: reason.into() }
+    }
+}
+
+impl std::fmt::Display for Choice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.backend.name(), self.reason)
+    }
+}
+
+/// The facts of a machine, which may be absent: a processor, and the devices beside it.
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Machine {
     /// The processor.
     pub cpu: CpuFacts,
-    /// The first CUDA device, or why there is none.
-    pub cuda: CudaPresence,
-    /// The default Metal device, or why there is none.
-    pub metal: MetalPresence,
+    /// Devices, or why they are not there, the preferred first.
+    pub devices: Vec<Presence>,
 }
 
 impl Machine {
-    /// A machine without devices, as a build that lacks their cargo features sees it.
+    /// A machine without devices.
     #[must_use]
     pub const fn new(cpu: CpuFacts) -> Self {
-        Self { cpu, cuda: CudaPresence::NotBuilt, metal: MetalPresence::OtherSystem }
+        Self { cpu, devices: Vec::new() }
     }
 
-    /// Sets the CUDA device of the machine, or the reason why it has none.
+    /// Adds a device, or the reason why it is not there.
     #[must_use]
-    pub fn with_cuda(self, cuda: CudaPresence) -> Self {
-        Self { cuda, ..self }
-    }
-
-    /// Sets the Metal device of the machine, or the reason why it has none.
-    #[must_use]
-    pub fn with_metal(self, metal: MetalPresence) -> Self {
-        Self { metal, ..self }
+    pub fn with(mut self, device: Presence) -> Self {
+        self.devices.push(device);
+        self
     }
 }
 
-/// A CUDA device, or why there is none.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CudaPresence {
-    /// The build lacks the cargo feature `cuda`.
-    NotBuilt,
-    /// The machine has no device that can be used.
-    Absent {
-        /// The reason, in the words of whatever found it out.
-        why: String,
-    },
-    /// A device that can be used.
-    #[cfg(feature = "cuda")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
-    Present {
-        /// The device's own name.
-        name: String,
-        /// Its facts.
-        facts: CudaFacts,
-    },
-}
-
-/// A Metal device, or why there is none.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum MetalPresence {
-    /// The machine runs no system of Apple's.
-    OtherSystem,
-    /// The build lacks the cargo feature `metal`.
-    NotBuilt,
-    /// The machine has no device that can be used.
-    Absent {
-        /// The reason, in the words of whatever found it out.
-        why: String,
-    },
-    /// A device that can be used.
-    #[cfg(feature = "metal")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
-    Present {
-        /// The device's own name.
-        name: String,
-        /// Its facts.
-        facts: MetalFacts,
-    },
-}
-
-/// The result of [`choose`].
+/// The result of [`choose`]. [`Display`](std::fmt::Display) is the backend and the reason: `cpu: this build lacks the cargo feature cuda`.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Chosen {
-    /// The backend.
-    pub kind: BackendKind,
+    /// Name of the backend.
+    pub backend: &'static str,
     /// Its plan; where no backend has one, the refusal of the CPU.
-    pub plan: Result<AnyPlan, Unsupported>,
+    pub plan: std::result::Result<AnyPlan, Unsupported>,
     /// Why this backend, in one sentence.
     pub reason: String,
 }
 
 impl std::fmt::Display for Chosen {
-    /// The backend and the reason: `cpu: this build lacks the cargo feature cuda`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}", self.kind, self.reason)
+        write!(f, "{}: {}", self.backend, self.reason)
     }
 }
 
 /// Chooses a backend for a problem whose tensors are in host memory. For cached problems the cache is already on the
 /// backend: only queries, new rows of keys and values, and results are copied.
 ///
-/// A device is chosen where it has a plan and its estimated time, with start and copies, is below that of the CPU; or where the CPU has
-/// no plan. On Apple's systems that is the Metal device, on others the CUDA device. Masks are not counted, since a problem does not say
-/// how large a broadcast one is; nor is the
-/// compilation of kernels, which happens once and is kept on disk. Pure; costs a plan, or two where the CPU is estimated to be
-/// faster than a device.
+/// The first device that is present is chosen where it has a plan and its estimated time, with start and copies, is below that of the CPU; or
+/// where the CPU has no plan. Masks are not counted, since a problem does not say how large a broadcast one is; nor is the compilation
+/// of kernels, which happens once and is kept on disk. Pure; costs a plan, or two where the CPU is estimated to be faster than a device.
 ///
 /// ```
-/// use flashtile::plan::{Machine, choose, machines};
+/// use flashtile::plan::{Machine, Presence, choose, machines};
 /// use flashtile::{Dims, Dtype, PlanOptions, ProblemDesc};
 /// let dims = Dims { batch: 1, q_heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, head_dim: 64, value_dim: 64 };
 /// let problem = ProblemDesc::new(dims, Dtype::F32).validate()?;
-/// let chosen = choose(&problem, PlanOptions::default(), &Machine::new(machines::AVX2_8));
+/// let machine = Machine::new(machines::AVX2_8).with(Presence::NotBuilt { feature: "cuda" });
+/// let chosen = choose(&problem, PlanOptions::default(), &machine);
 /// assert_eq!(chosen.to_string(), "cpu: this build lacks the cargo feature cuda");
 /// # Ok::<(), flashtile::Error>(())
 /// ```
 #[must_use]
 pub fn choose(problem: &Problem, options: PlanOptions, machine: &Machine) -> Chosen {
-    let cpu = |reason: String| {
-        let plan = CpuPlan::new(problem, &machine.cpu, options).map(AnyPlan::Cpu);
-        Chosen { kind: BackendKind::Cpu, plan, reason }
+    let on_cpu = |reason: String| {
+        let plan = AnyFacts::new(machine.cpu).plan(problem, options);
+        Chosen { backend: "cpu", plan, reason }
     };
-    match &machine.metal {
-        MetalPresence::OtherSystem => {}
-        MetalPresence::NotBuilt => return cpu("this build lacks the cargo feature metal".to_owned()),
-        MetalPresence::Absent { why } => return cpu(why.clone()),
-        #[cfg(feature = "metal")]
-        MetalPresence::Present { name, facts } => {
-            return match MetalPlan::new(problem, facts, options) {
-                Err(why) => cpu(format!("{name} has no plan: {why}")),
-                Ok(plan) => {
-                    let rates = Rates::of_metal(problem.dtype(), facts);
-                    compare(&machine.cpu, AnyPlan::Metal(plan), &Device { name, kernels: None }, &rates)
-                }
-            };
+    let is_present = |device: &&Presence| matches!(device, Presence::Present { .. });
+    let first = machine.devices.iter().find(is_present).or(machine.devices.first());
+    match first {
+        None => on_cpu("no other backend is for this machine".to_owned()),
+        Some(Presence::NotBuilt { feature }) => {
+            on_cpu(format!("this build lacks the cargo feature {feature}"))
         }
-    }
-    match &machine.cuda {
-        CudaPresence::NotBuilt => cpu("this build lacks the cargo feature cuda".to_owned()),
-        CudaPresence::Absent { why } => cpu(why.clone()),
-        #[cfg(feature = "cuda")]
-        CudaPresence::Present { name, facts } => match CudaPlan::new(problem, facts, options) {
-            Err(why) => cpu(format!("{name} has no plan: {why}")),
-            Ok(plan) => {
-                let rates = Rates::of_cuda(&plan, facts);
-                let kernels = if crate::estimate::is_portable(&plan) { "portable" } else { "native" };
-                compare(&machine.cpu, AnyPlan::Cuda(plan), &Device { name, kernels: Some(kernels) }, &rates)
-            }
+        Some(Presence::Absent { why }) => on_cpu(why.clone()),
+        Some(Presence::Present { name, facts }) => match facts.plan(problem, options) {
+            Err(why) => on_cpu(format!("{name} has no plan: {why}")),
+            Ok(plan) => compare(&machine.cpu, plan, name),
         },
     }
 }
 
-/// A device, as reasons name it.
-#[cfg(any(feature = "cuda", feature = "metal"))]
-struct Device<'a> {
-    name: &'a str,
-    /// `native` or `portable`, where a backend has both.
-    kernels: Option<&'static str>,
-}
-
 /// Chooses between the CPU and a device that has a plan.
-#[cfg(any(feature = "cuda", feature = "metal"))]
-fn compare(cpu: &CpuFacts, plan: AnyPlan, device: &Device<'_>, rates: &Rates) -> Chosen {
-    let estimate = Estimate::new(plan.problem(), cpu, rates);
-    let [on_cpu, on_device, overhead] = [estimate.cpu, estimate.device, estimate.overhead].map(time);
-    let (name, op) = (device.name, op(plan.problem()));
-    let on_the_device = |plan: AnyPlan, why: String| {
-        let kernels = device.kernels.map_or(String::new(), |kernels| format!("{kernels} "));
-        let reason = format!("{name}; {kernels}{op}, {why}");
-        Chosen { kind: plan.kind(), plan: Ok(plan), reason }
+fn compare(cpu: &CpuFacts, plan: AnyPlan, name: &str) -> Chosen {
+    let (problem, rates) = (plan.problem(), plan.rates());
+    let (cpu_seconds, seconds) = (cpu.rates_for(problem).seconds(problem), rates.seconds(problem));
+    let [on_cpu, on_device, overhead] = [cpu_seconds, seconds, rates.overhead(problem)].map(time);
+    let kernels = plan.kernel_choice().map_or(String::new(), |kind| format!("{kind} "));
+    let device = format!("{name}; {kernels}{}", op(problem));
+    let on_the_device = |why: String| Chosen {
+        backend: plan.backend(),
+        plan: Ok(plan.clone()),
+        reason: format!("{device}, {why}"),
     };
-    if estimate.device < estimate.cpu {
-        return on_the_device(plan, format!("about {on_device} with start and copies, {on_cpu} on the cpu"));
+    if seconds < cpu_seconds {
+        return on_the_device(format!("about {on_device} with start and copies, {on_cpu} on the cpu"));
     }
-    match CpuPlan::new(plan.problem(), cpu, plan.options()) {
-        Err(why) => on_the_device(plan, format!("as the cpu has no plan: {why}")),
+    match AnyFacts::new(*cpu).plan(problem, plan.options()) {
+        Err(why) => on_the_device(format!("as the cpu has no plan: {why}")),
         Ok(plan) => {
             let reason =
                 format!("about {on_cpu}, on {name} {on_device}, of which start and copies take {overhead}");
-            Chosen { kind: BackendKind::Cpu, plan: Ok(AnyPlan::Cpu(plan)), reason }
+            Chosen { backend: "cpu", plan: Ok(plan), reason }
         }
+    }
+}
+
+/// Packed rows of a sequence up to which kernels on every backend stream keys: decode.
+const DECODE_ROWS: usize = 16;
+
+fn op(problem: &Problem) -> &'static str {
+    let gqa_group = problem.dims().gqa_group();
+    let is_decode = problem.sequences().iter().all(|s| s.q_len.saturating_mul(gqa_group) <= DECODE_ROWS);
+    if is_decode { "decode" } else { "prefill" }
+}
+
+/// A time with two significant digits: `26 us`, `1.5 ms`.
+fn time(seconds: f64) -> String {
+    let units = [(1e-6, "us"), (1e-3, "ms"), (1.0, "s")];
+    // 995 us are 1.0 ms.
+    let fits = |&&(unit, _): &&(f64, &str)| seconds < 995.0 * unit;
+    let (unit, name) = units.iter().find(fits).unwrap_or(&units[2]);
+    let x = seconds / unit;
+    match x {
+        ..9.95 => format!("{x:.1} {name}"),
+        ..99.5 => format!("{x:.0} {name}"),
+        _ => format!("{:.0} {name}", (x / 10.0).round() * 10.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_two_digits() {
+        let shown = [5e-6, 26.4e-6, 994e-6, 996e-6, 1.53e-3, 0.5312, 1.0, 123.0, 9.96e-6].map(time);
+        let want = ["5.0 us", "26 us", "990 us", "1.0 ms", "1.5 ms", "530 ms", "1.0 s", "120 s", "10 us"];
+        assert_eq!(shown, want);
     }
 }

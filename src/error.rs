@@ -1,6 +1,5 @@
 //! One error for everything that the front door refuses.
 
-use crate::backend_name::BackendNameError;
 use flashtile_core::block_tables::TableError;
 use flashtile_core::cache::CacheError;
 use flashtile_core::codec::{EncodeError, PagesError};
@@ -11,6 +10,7 @@ use flashtile_core::quality::QualityError;
 use flashtile_core::tensor::ViewError;
 use flashtile_cpu::merge::MergeError;
 use flashtile_cpu::workspace::WorkspaceError;
+use std::sync::Arc;
 
 /// The result of flashtile's functions, whose error is [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
@@ -61,12 +61,9 @@ pub enum Error {
         /// The operating systems that support it.
         systems: &'static str,
     },
-    /// A CUDA device refused, for a reason that no CPU has.
-    #[cfg(feature = "cuda")]
-    Cuda(flashtile_cuda::CudaError),
-    /// A Metal device refused, for a reason that no CPU has.
-    #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
-    Metal(flashtile_metal::MetalError),
+    /// A device, its driver or its compiler refused, for a reason that no CPU has. [`Error::of_device`] has the error of its
+    /// backend.
+    Device(Arc<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
@@ -75,6 +72,20 @@ impl Error {
     #[must_use]
     pub const fn is_unsupported(&self) -> bool {
         matches!(self, Self::Unsupported(_))
+    }
+
+    /// The error of a device, if it is of this type: `CudaError`, `MetalError`.
+    #[must_use]
+    pub fn of_device<E: std::error::Error + 'static>(&self) -> Option<&E> {
+        match self {
+            Self::Device(error) => error.downcast_ref(),
+            _ => None,
+        }
+    }
+
+    #[cfg(feature = "gpu")]
+    pub(crate) fn device(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Device(Arc::new(error))
     }
 
     /// The error inside, if any.
@@ -92,10 +103,7 @@ impl Error {
             Self::Quality(error) => error,
             Self::BackendName(error) => error,
             Self::Memory { .. } | Self::Feature { .. } | Self::System { .. } => return None,
-            #[cfg(feature = "cuda")]
-            Self::Cuda(error) => error,
-            #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
-            Self::Metal(error) => error,
+            Self::Device(error) => &**error,
         })
     }
 }
@@ -159,47 +167,38 @@ impl From<WorkspaceError> for Error {
     }
 }
 
-#[cfg(feature = "cuda")]
-impl From<flashtile_cuda::CudaError> for Error {
-    fn from(error: flashtile_cuda::CudaError) -> Self {
-        use flashtile_cuda::CudaError;
-        match error {
-            CudaError::Problem(error) => Self::Problem(error),
-            CudaError::Unsupported(error) => Self::Unsupported(error),
-            CudaError::Inputs(error) => Self::Run(error),
-            CudaError::View(error) => error.into(),
-            CudaError::KvCache(error) => Self::Cache(error),
-            error => Self::Cuda(error),
+/// Why a text names no backend.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BackendNameError {
+    /// There is no backend of this name.
+    Unknown {
+        /// The text.
+        name: String,
+        /// The names that there are, beside `auto`.
+        known: Vec<String>,
+    },
+    /// The text after the colon is not the number of a device.
+    Device {
+        /// The backend.
+        backend: &'static str,
+        /// The text.
+        name: String,
+    },
+}
+
+impl std::fmt::Display for BackendNameError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unknown { name, known } => {
+                let (last, others) = known.split_last().map_or(("auto", &[][..]), |(last, all)| (last, all));
+                write!(f, "no backend is called '{name}', expected auto, {} or {last}", others.join(", "))
+            }
+            Self::Device { backend, name } => {
+                write!(f, "'{name}', expected {backend}:N, where N is the number of a device, counted from 0")
+            }
         }
     }
 }
 
-#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
-impl From<flashtile_metal::MetalError> for Error {
-    fn from(error: flashtile_metal::MetalError) -> Self {
-        use flashtile_metal::SessionError;
-        match error {
-            SessionError::Problem(error) => Self::Problem(error),
-            SessionError::Unsupported(error) => Self::Unsupported(error),
-            SessionError::Inputs(error) => Self::Run(error),
-            error => Self::Metal(error),
-        }
-    }
-}
-
-#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
-impl From<flashtile_metal::DeviceError> for Error {
-    fn from(error: flashtile_metal::DeviceError) -> Self {
-        Self::Metal(flashtile_metal::SessionError::device(error))
-    }
-}
-
-#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
-impl From<flashtile_metal::StoreError<flashtile_metal::DeviceError>> for Error {
-    fn from(error: flashtile_metal::StoreError<flashtile_metal::DeviceError>) -> Self {
-        match error.into_session() {
-            Ok(error) => error.into(),
-            Err(error) => Self::Cache(error),
-        }
-    }
-}
+impl std::error::Error for BackendNameError {}

@@ -5,22 +5,21 @@
 #[doc = include_str!("../docs/serving.md")]
 mod serving {}
 
-mod any_plan;
 mod attention;
 mod backend;
 mod backend_name;
+mod backends;
 mod choice;
 mod error;
-#[cfg(any(feature = "cuda", feature = "metal"))]
-mod estimate;
+mod presence;
 mod runner;
 mod step;
 
-pub use any_plan::{AnyPlan, BackendKind};
 pub use attention::{Attention, SequencesRef, attention, attention_probs, attention_vec};
-pub use backend::{Backend, Choice};
-pub use backend_name::{BackendName, BackendNameError};
-pub use error::{Error, Result};
+pub use backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+pub use backend_name::BackendName;
+pub use choice::Choice;
+pub use error::{BackendNameError, Error, Result};
 pub use runner::Runner;
 pub use step::{KvCacheExt, Step, StepTensors};
 
@@ -30,7 +29,7 @@ pub use flashtile_core::codec::{Codec, KvView};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
-pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+pub use flashtile_core::plan::{AnyPlan, KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
     Dims, HeadShape, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences, SharedPrefix,
     Visibility,
@@ -78,6 +77,8 @@ pub mod cache {
     pub use flashtile_core::codec::Codec;
 }
 
+#[doc(hidden)]
+pub use flashtile_core::human;
 #[doc(inline)]
 pub use flashtile_core::quality;
 #[doc(inline)]
@@ -97,10 +98,14 @@ pub mod plan {
     //! Nothing here touches memory or a device, so that plans can be made, printed and tested for absent machines.
     //! Support, workspace sizes, printed plans and launches all derive from the same plan.
 
-    pub use crate::any_plan::{AnyFacts, AnyPlan, BackendKind, TileSize};
-    pub use crate::choice::{Chosen, CudaPresence, Machine, MetalPresence, choose};
+    pub use crate::backends::known_machines;
+    pub use crate::choice::{Chosen, Machine, choose};
+    pub use crate::presence::Presence;
     pub use flashtile_core::isa::Isa;
-    pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+    pub use flashtile_core::plan::{
+        AnyFacts, AnyPlan, Explanation, Facts, Field, Fields, KernelChoice, Plan, PlanOptions, Rates,
+        TileSize, Unsupported,
+    };
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
     #[cfg(feature = "cuda")]
     pub use flashtile_cuda::plan::{

@@ -113,15 +113,6 @@ pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
     Ok(buffer)
 }
 
-/// Stores the element nearest to `x`, rounded once.
-pub(crate) fn store(x: f64, dtype: Dtype, slot: &mut [u8]) {
-    match dtype {
-        Dtype::F32 => slot.copy_from_slice(&(x as f32).to_ne_bytes()),
-        Dtype::F16 => slot.copy_from_slice(&f16::from_f64(x).to_ne_bytes()),
-        Dtype::BF16 => slot.copy_from_slice(&bf16::from_f64(x).to_ne_bytes()),
-    }
-}
-
 /// The element at `index`, exact.
 pub(crate) fn load(bytes: &[u8], dtype: Dtype, index: usize) -> f32 {
     let at = &bytes[index * dtype.bytes()..][..dtype.bytes()];

@@ -8,7 +8,7 @@ use flashtile::codec::key_mean;
 use flashtile::quality::MEAN_ROWS;
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset,
-    SeqLens, Sequence, Sequences, TensorView, Unsupported,
+    SeqLens, Sequence, Sequences, TensorView,
 };
 
 /// How a cache stores keys and values.
@@ -54,19 +54,6 @@ impl Stored {
 impl std::fmt::Display for Stored {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "k {}{}, v {}", self.k, if self.centered { " centered" } else { "" }, self.v)
-    }
-}
-
-/// Why there is no plan, naming the option that asks for what is not supported.
-pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
-    match error {
-        Unsupported::Codec { tensor, codec, expected } => {
-            let what = format_args!(
-                "native kernels read {expected} like the problem, not {codec}: expected --kernels auto or portable"
-            );
-            Some(Failure::at(format_args!("--{tensor}-codec"), what))
-        }
-        _ => None,
     }
 }
 

@@ -1,23 +1,20 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
 use crate::failure::{Failure, Result, WRONG};
-use crate::gpu;
 use crate::machine;
-use crate::metal;
 use crate::nearest;
-use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, backend};
+use crate::options::{CpuArgs, Kernels, KernelsArg, backend};
 use crate::parse::{isa, threads};
 use crate::progress::progress;
 use crate::report::{self, Table};
 use crate::run::dims_json;
-use crate::simulator;
 use clap::Args;
 use flashtile::plan::Isa;
 use flashtile::quality::Report;
-use flashtile::{Cpu, Dtype};
+use flashtile::{BackendName, Cpu, Dtype};
 use flashtile_testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, catalogue, conformance, quantized,
-    seeded_case,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, RunnerOptions, catalogue, conformance,
+    quantized, seeded_case,
 };
 use serde_json::json;
 use std::cmp::Reverse;
@@ -36,8 +33,8 @@ use std::process::ExitCode;
 )]
 pub(crate) struct CheckArgs {
     /// Run only this backend
-    #[arg(long, value_parser = backend("Every backend of this machine but the simulator; of CUDA the first device", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Simulator]), default_value = "auto")]
-    pub(crate) backend: Backend,
+    #[arg(long, value_parser = backend("Every backend of this machine but the simulator; of CUDA the first device", &["reference"]), default_value = "auto")]
+    pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Run only this instruction set: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default all of this
@@ -174,11 +171,12 @@ fn list(cases: &[Case], json: bool) -> Result<()> {
 
 /// The backends selected by the options.
 fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
-    if args.kernels.choice != Kernels::Auto && !args.backend.is_cuda() {
+    let name = args.backend.backend();
+    if args.kernels.choice != Kernels::Auto && name != "cuda" {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
     }
     let mut runners: Vec<Box<dyn Runner>> = Vec::new();
-    if matches!(args.backend, Backend::Auto | Backend::Cpu) {
+    if args.backend.is_auto() || name == "cpu" {
         let isas = match args.isa {
             None => Cpu::isas(),
             Some(isa) => vec![isa],
@@ -190,29 +188,37 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     } else if args.isa.is_some() {
         return Err(Failure::at("--isa", "applies to the cpu backend only"));
     }
-    match args.backend {
-        Backend::Auto if args.isa.is_none() => {
-            // `flashtile info` says why there is no device.
-            if let Ok(cuda) = gpu::device(0) {
-                runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels.choice));
+    let others = match args.backend.is_auto() {
+        // `flashtile info` says why a device is missing.
+        true if args.isa.is_none() => every_device(),
+        true => Vec::new(),
+        false => {
+            args.backend.open()?;
+            vec![args.backend]
+        }
+    };
+    let plan = machine::options(None, args.kernels.choice);
+    let options = RunnerOptions { plan, exact: args.exact_memory, max_scores: MAX_SCORES };
+    for other in others.into_iter().filter(|other| other.backend() != "cpu") {
+        match flashtile_testkit::runners(other.backend(), other.device(), &options) {
+            Some(found) => runners.extend(found.map_err(Failure::new)?),
+            None => {
+                let what = format_args!("the {other} is what others are compared with");
+                return Err(Failure::at("--backend", what));
             }
-            if let Ok(device) = metal::device() {
-                runners.extend(metal::runners(device, machine::options(None, args.kernels.choice)));
-            }
-        }
-        Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda(device) => {
-            runners.extend(gpu::runners(gpu::device(device)?, args.exact_memory, args.kernels.choice));
-        }
-        Backend::Reference => {
-            return Err(Failure::at("--backend", "the reference is what others are compared with"));
-        }
-        Backend::Simulator => runners.push(simulator::runner(MAX_SCORES)?),
-        Backend::Metal => {
-            runners.extend(metal::runners(metal::device()?, machine::options(None, args.kernels.choice)));
         }
     }
     Ok(runners)
+}
+
+/// The first device of every backend of this machine whose kernels the hardware bounds.
+fn every_device() -> Vec<BackendName> {
+    let all = BackendName::all().into_iter().filter(|(name, _)| name.device() == 0);
+    let is_bound = |(name, found): (BackendName, flashtile::Result<_>)| {
+        let backend: std::sync::Arc<dyn flashtile::Backend> = found.ok()?;
+        backend.unit(Dtype::F32).map(|_| name)
+    };
+    all.filter_map(is_bound).collect()
 }
 
 /// The cases selected by the options.

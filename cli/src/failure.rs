@@ -44,6 +44,22 @@ impl Failure {
     }
 }
 
+impl From<flashtile::Error> for Failure {
+    fn from(error: flashtile::Error) -> Self {
+        match error {
+            flashtile::Error::Feature { asked, feature } => Self::at(
+                "--backend",
+                format_args!(
+                    "this build is without the backend {asked}, \
+                     cargo build --release -p flashtile-cli --features {feature} makes one that has it"
+                ),
+            ),
+            flashtile::Error::System { .. } => Self::at("--backend", error),
+            error => Self::new(error),
+        }
+    }
+}
+
 impl fmt::Display for Failure {
     /// A failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

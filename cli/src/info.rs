@@ -1,17 +1,14 @@
 //! `flashtile info`: this machine and what it supports.
 
 use crate::failure::{Failure, Result};
-use crate::gpu;
-use crate::machine::{self, Limit, LimitKind, Unit};
-use crate::metal;
+use crate::machine::{self, Bound};
 use crate::parse::threads;
 use crate::progress::ticking;
 use crate::report;
-use crate::simulator;
 use clap::Args;
-use flashtile::cuda::Cuda;
+use flashtile::cpu::limits;
 use flashtile::plan::{CpuFacts, Isa};
-use flashtile::{Backend, BackendName, Choice, Cpu, Dtype, HeadShape, ProblemDesc, SeqLens, Visibility};
+use flashtile::{BackendName, Choice, Cpu, Dtype, HeadShape, Limit, ProblemDesc, Rate, SeqLens, Visibility};
 use serde_json::json;
 use std::process::ExitCode;
 
@@ -36,48 +33,14 @@ pub(crate) struct InfoArgs {
 type BackendState = (String, bool, String);
 
 fn backends() -> Vec<BackendState> {
-    let state = |name: &str, available, why: &str| (name.to_owned(), available, why.to_owned());
-    let mut states =
-        vec![state("cpu", true, "embedded kernels"), state("reference", true, "scalar f64, one thread")];
-    states.extend(devices());
-    states.push(match metal::device() {
-        Ok(device) => state("metal", true, &metal::described(&device)),
-        Err(why) => state("metal", false, &why.to_string()),
-    });
-    states.push(match simulator::require() {
-        Ok(()) => state("simulator", true, "GPU kernels on the host, every access checked"),
-        Err(_) => state("simulator", false, "not part of this build, needs feature simulator"),
-    });
-    states
-}
-
-/// Every CUDA device by the name that --backend takes, or why there is none.
-fn devices() -> Vec<BackendState> {
-    let absent = |why: String| vec![(BackendName::Cuda { device: 0 }.to_string(), false, why)];
-    let devices = match gpu::devices() {
-        Ok(devices) if devices.is_empty() => return absent("the driver finds no device".to_owned()),
-        Ok(devices) => devices,
-        Err(why) => return absent(why.to_string()),
-    };
-    let state = |(device, found): (usize, Result<Cuda>)| {
-        let name = BackendName::Cuda { device }.to_string();
+    let state = |(name, found): (BackendName, flashtile::Result<_>)| {
+        let found: flashtile::Result<std::sync::Arc<dyn flashtile::Backend>> = found;
         match found {
-            Ok(cuda) => (name, true, described(&cuda)),
-            Err(why) => (name, false, why.to_string()),
+            Ok(backend) => (name.to_string(), true, backend.describe()),
+            Err(why) => (name.to_string(), false, why.to_string()),
         }
     };
-    devices.into_iter().enumerate().map(state).collect()
-}
-
-fn described(cuda: &Cuda) -> String {
-    let facts = cuda.facts();
-    let (major, minor) = facts.capability;
-    let compiler = gpu::compiler(cuda).unwrap_or_else(|why| why.to_string());
-    format!(
-        "{}, compute capability {major}.{minor}, {} multiprocessors; {compiler}",
-        cuda.name(),
-        facts.multiprocessors
-    )
+    BackendName::all().into_iter().map(state).collect()
 }
 
 /// What `--backend auto` takes for a typical problem, and why.
@@ -93,7 +56,7 @@ fn autos() -> Result<[Auto; 2]> {
     let choice = |steps: &[SeqLens]| {
         let mut desc = ProblemDesc::cached(shape, Dtype::BF16, steps);
         desc.visibility = Visibility::causal();
-        Ok::<Choice, Failure>(Backend::auto(&desc.validate().map_err(Failure::new)?))
+        Ok::<Choice, Failure>(Choice::auto(&desc.validate().map_err(Failure::new)?))
     };
     Ok([
         Auto {
@@ -111,26 +74,30 @@ fn autos() -> Result<[Auto; 2]> {
 
 /// Rates that are measured: multiply-adds with each instruction set, and reads from memory.
 struct Limits {
-    peaks: Vec<(Isa, Limit)>,
-    bandwidth: Limit,
+    peaks: Vec<(Isa, Bound)>,
+    bandwidth: Bound,
 }
 
 impl Limits {
     /// Takes about a second on an idle machine, and longer on a busy one.
-    fn measure(facts: &CpuFacts) -> Result<Self> {
+    fn measure(facts: &CpuFacts) -> Self {
         let isas = Cpu::isas();
         let progress = ticking(isas.len() as u64 + 1);
-        let measure = |kind, isa, what: String| {
+        let measure = |rate, what: String, measure: &dyn Fn() -> f64, by| {
             progress.set_message(format!("measuring {what}"));
-            let limit = Limit::measure(kind, &Unit::Cpu { isa, threads: facts.threads });
+            let limit = Limit { per_second: measure(), by };
             progress.inc(1);
-            limit
+            Bound { rate, limit }
         };
-        let peak = |isa: Isa| Ok((isa, measure(LimitKind::Arithmetic, isa, isa.to_string())?));
-        let peaks = isas.into_iter().map(peak).collect::<Result<_>>()?;
-        let bandwidth = measure(LimitKind::Bandwidth, facts.isa, "memory".to_owned())?;
+        let peak = |isa: Isa| {
+            let peak = || limits::fma_peak(isa, facts.threads);
+            (isa, measure(Rate::Arithmetic, isa.to_string(), &peak, "FMA"))
+        };
+        let peaks = isas.into_iter().map(peak).collect();
+        let read = || limits::read_bandwidth(facts.threads);
+        let bandwidth = measure(Rate::Bandwidth, "memory".to_owned(), &read, "read");
         progress.finish_and_clear();
-        Ok(Self { peaks, bandwidth })
+        Self { peaks, bandwidth }
     }
 
     fn lines(&self) -> Vec<(String, String)> {
@@ -142,13 +109,13 @@ impl Limits {
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
     machine::on_threads(args.threads, || {
         let facts = *Cpu::new().facts();
-        let measured = || (!args.no_measure).then(|| Limits::measure(&facts)).transpose();
+        let measured = || (!args.no_measure).then(|| Limits::measure(&facts));
         if args.json {
-            return report::json(&as_json(&facts, measured()?.as_ref())?);
+            return report::json(&as_json(&facts, measured().as_ref())?);
         }
         // What is known at once does not wait for what is measured.
         report::text(text(&known(&facts)?))?;
-        measured()?.map_or(Ok(()), |limits| report::text(text(&limits.lines())))
+        measured().map_or(Ok(()), |limits| report::text(text(&limits.lines())))
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -185,7 +152,11 @@ fn known(facts: &CpuFacts) -> Result<Vec<(String, String)>> {
 /// Limits are null if they are not measured.
 fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> Result<serde_json::Value> {
     let fma = limits.map(|limits| -> serde_json::Map<_, _> {
-        limits.peaks.iter().map(|(isa, limit)| (isa.name().to_owned(), json!(limit.rate))).collect()
+        limits
+            .peaks
+            .iter()
+            .map(|(isa, limit)| (isa.name().to_owned(), json!(limit.limit.per_second)))
+            .collect()
     });
     let backends: Vec<_> = backends()
         .iter()
@@ -197,7 +168,7 @@ fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> Result<serde_json::Valu
             json!({
                 "name": name,
                 "problem": problem,
-                "backend": choice.backend.kind().name(),
+                "backend": choice.backend.name(),
                 "backend_reason": choice.reason,
             })
         })
@@ -211,7 +182,7 @@ fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> Result<serde_json::Valu
         "l2": facts.l2,
         "l3": facts.l3,
         "fma_flops_per_s": fma,
-        "read_bytes_per_s": limits.map(|limits| limits.bandwidth.rate),
+        "read_bytes_per_s": limits.map(|limits| limits.bandwidth.limit.per_second),
         "backends": backends,
         "auto": autos,
     }))

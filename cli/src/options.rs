@@ -5,7 +5,7 @@ use crate::report::counted;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, Command, ValueEnum};
 use flashtile::plan::Isa;
-use flashtile::{BackendName, Codec, Dtype, KernelChoice, QOffset, Visibility};
+use flashtile::{BackendName, BackendNameError, Codec, Dtype, KernelChoice, QOffset, Visibility};
 use std::ffi::OsStr;
 
 /// How tensors are read from a file.
@@ -122,73 +122,19 @@ pub(crate) struct CpuArgs {
     pub(crate) threads: Option<usize>,
 }
 
-/// What --backend names: the backends of the library, and what stands in for them in tests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Backend {
-    Auto,
-    Cpu,
-    /// A CUDA device by its number.
-    Cuda(usize),
-    Metal,
-    Reference,
-    Simulator,
-}
-
-impl Backend {
-    pub(crate) const fn is_cuda(self) -> bool {
-        match self {
-            Self::Cuda(_) => true,
-            Self::Auto | Self::Cpu | Self::Metal | Self::Reference | Self::Simulator => false,
-        }
-    }
-
-    /// The name of a GPU's backend.
-    pub(crate) const fn gpu(self) -> Option<&'static str> {
-        match self {
-            Self::Cuda(_) => Some("cuda"),
-            Self::Metal => Some("metal"),
-            Self::Auto | Self::Cpu | Self::Reference | Self::Simulator => None,
-        }
-    }
-}
-
 /// What auto is where a problem is computed or planned.
 pub(crate) const AUTO: &str = "The backend with the least estimated time for the problem, copies to a device included; the cpu \
                                if --isa or --threads is given";
-
-impl ValueEnum for Backend {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Auto, Self::Cpu, Self::Cuda(0), Self::Metal, Self::Reference, Self::Simulator]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        let (name, help) = match self {
-            Self::Auto => ("auto", "The backend that the library chooses for the problem"),
-            Self::Cpu => ("cpu", "Kernels of this processor"),
-            Self::Cuda(_) => ("cuda", "Kernels of the first CUDA device; cuda:1 is the second, and so on"),
-            Self::Metal => ("metal", "Kernels of the default Metal device, on Apple's systems"),
-            Self::Reference => ("reference", "The definition in f64, on one thread"),
-            Self::Simulator => (
-                "simulator",
-                "Kernels of the kernel language on the host, every access checked: for small problems, in builds with \
-                 the cargo feature simulator",
-            ),
-        };
-        Some(PossibleValue::new(name).help(help))
-    }
-}
 
 /// Names of backends, and what auto is for a command. Help shows the ones that the command supports; others are refused with the
 /// reason.
 pub(crate) fn backend(
     auto: &'static str,
-    shown: &'static [Backend],
-) -> impl TypedValueParser<Value = Backend> {
-    let value = |backend: &Backend| {
-        let value = backend.to_possible_value()?.hide(!shown.contains(backend));
-        Some(if *backend == Backend::Auto { value.help(auto) } else { value })
-    };
-    BackendParser(PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value)))
+    hidden: &'static [&'static str],
+) -> impl TypedValueParser<Value = BackendName> {
+    let named = |(name, about)| PossibleValue::new(name).help(about).hide(hidden.contains(&name));
+    let auto = PossibleValue::new("auto").help(auto);
+    BackendParser(PossibleValuesParser::new([auto].into_iter().chain(BackendName::list().map(named))))
 }
 
 /// Parses the names that help lists, and numbered devices: `cuda:1`.
@@ -196,14 +142,20 @@ pub(crate) fn backend(
 struct BackendParser(PossibleValuesParser);
 
 impl TypedValueParser for BackendParser {
-    type Value = Backend;
+    type Value = BackendName;
 
-    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, text: &OsStr) -> Result<Backend, clap::Error> {
-        if text.to_str().is_some_and(|text| text.starts_with("cuda:")) {
-            return numbered.parse_ref(command, arg, text);
+    fn parse_ref(
+        &self,
+        command: &Command,
+        arg: Option<&Arg>,
+        text: &OsStr,
+    ) -> Result<BackendName, clap::Error> {
+        // Of a name without a number, clap lists all that there are, and the closest one.
+        if text.to_string_lossy().contains(':') {
+            named.parse_ref(command, arg, text)
+        } else {
+            self.0.clone().try_map(|name| named(&name)).parse_ref(command, arg, text)
         }
-        let named = self.0.clone().try_map(|name| Backend::from_str(&name, false));
-        named.parse_ref(command, arg, text)
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
@@ -211,11 +163,16 @@ impl TypedValueParser for BackendParser {
     }
 }
 
-fn numbered(text: &str) -> Result<Backend, String> {
-    let Ok(BackendName::Cuda { device }) = text.parse() else {
-        return Err("expected cuda:N, where N is the number of a device, counted from 0".to_owned());
-    };
-    Ok(Backend::Cuda(device))
+fn named(name: &str) -> Result<BackendName, String> {
+    name.parse().map_err(|error: BackendNameError| error.to_string())
+}
+
+impl CpuArgs {
+    /// The options that were given, which only the cpu backend has.
+    pub(crate) fn given(self) -> Vec<&'static str> {
+        let all = [("--isa", self.isa.is_some()), ("--threads", self.threads.is_some())];
+        all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name).collect()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

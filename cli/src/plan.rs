@@ -4,27 +4,23 @@ use crate::cached::Stored;
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Work};
-use crate::metal;
 use crate::names;
 use crate::nearest;
 use crate::operands::{Operands, Order};
-use crate::options::{AUTO, Backend, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
+use crate::options::{AUTO, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
 use crate::output::Destination;
 use crate::parse::count;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
-use crate::select::{Selected, select, unplanned};
+use crate::select::{planned, select, unplanned};
 use clap::Args;
-use flashtile::plan::{
-    AnyFacts, CpuFacts, CudaFacts, CudaKernel, MetalFacts, NATIVE_CAPABILITY, PlannedPrefix,
-};
+use flashtile::plan::{AnyFacts, Fields, known_machines};
 use flashtile::{
-    AnyPlan, CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, MetalPlan, PlanOptions, Problem,
-    ProblemDesc, SeqLens, Sequences, SharedPrefix,
+    AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc, SeqLens, Sequences,
+    SharedPrefix,
 };
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -55,8 +51,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
     /// Backend to plan for; the plan says why it was chosen
-    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal]), default_value = "auto")]
-    pub(crate) backend: Backend,
+    #[arg(long, value_parser = backend(AUTO, &["reference", "simulator"]), default_value = "auto")]
+    pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     #[command(flatten)]
@@ -90,8 +86,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             None => problem,
         };
         let options = machine::options(args.splits, args.kernels.choice);
-        let target = Target::new(args, &problem, options)?;
-        let plan = target.plan(args, &problem, options)?;
+        let Target { device, reason, plan } = Target::new(args, &problem, options)?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = report::counted(problem.sequences().len(), "sequence");
             let what = format_args!(
@@ -100,7 +95,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             );
             Failure::at("--sequence", what)
         });
-        let shown = Shown { target: &target, plan: &plan, order, stored };
+        let shown = Shown { device: &device, reason: &reason, plan: &plan, order, stored };
         match sequence {
             // A problem without sequences has no tiles to draw, so that any --sequence is out of range.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -232,55 +227,35 @@ fn steps(args: &PlanArgs) -> Result<Problem> {
     })
 }
 
-/// The machine to plan for, and why its backend was taken.
+/// The machine to plan for, why its backend was taken, and the plan.
 struct Target {
     device: String,
-    facts: AnyFacts,
     reason: String,
-    /// The backend of this machine, unless --device names another machine.
-    selected: Option<Selected>,
+    plan: AnyPlan,
 }
 
 impl Target {
     fn new(args: &PlanArgs, problem: &Problem, options: PlanOptions) -> Result<Self> {
         if let Some(name) = &args.device {
             let facts = known(name)?;
-            return Ok(Self {
-                device: name.clone(),
-                facts,
-                reason: "--device asks for it".to_owned(),
-                selected: None,
-            });
+            let plan = |options| facts.plan(problem, options);
+            let plan = plan(options).map_err(|error| unplanned(problem, plan, &error))?;
+            return Ok(Self { device: name.clone(), reason: "--device asks for it".to_owned(), plan });
         }
-        if let Some(gpu) = args.backend.gpu()
-            && (args.cpu.isa.is_some() || args.cpu.threads.is_some())
-        {
-            return Err(Failure::at("--backend", format_args!("{gpu} has neither --isa nor --threads")));
+        let name = args.backend.backend();
+        if !(args.backend.is_auto() || name == "cpu" || args.cpu.given().is_empty()) {
+            return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
         }
-        let selected = select(args.backend, args.cpu, problem, options)?;
-        let mut device = "this machine".to_owned();
-        if let flashtile::Backend::Cuda(cuda) = &selected.backend {
-            cuda.name().clone_into(&mut device);
-        }
-        if let Some(metal) = metal::of(&selected.backend) {
-            metal::name(metal).clone_into(&mut device);
-        }
-        let (facts, reason) = (selected.backend.facts(), selected.reason.clone());
-        Ok(Self { device, facts, reason, selected: Some(selected) })
-    }
-
-    fn plan(&self, args: &PlanArgs, problem: &Problem, options: PlanOptions) -> Result<AnyPlan> {
-        AnyPlan::new(problem, &self.facts, options).map_err(|error| match &self.selected {
-            Some(selected) => selected.unplanned(problem, args.backend, &error),
-            None => unplanned(problem, &self.facts, &error),
-        })
+        let choice = select(args.backend, args.cpu, problem, options)?;
+        let plan = planned(&choice, args.backend, problem)?;
+        Ok(Self { device: choice.backend.device(), reason: choice.reason, plan })
     }
 }
 
 /// Facts of a machine that --device names.
 fn known(name: &str) -> Result<AnyFacts> {
-    let all = AnyFacts::known();
-    all.iter().find(|(known, _)| *known == name).map(|(_, facts)| *facts).ok_or_else(|| {
+    let all = known_machines();
+    all.iter().find(|(known, _)| *known == name).map(|(_, facts)| facts.clone()).ok_or_else(|| {
         let names = all.iter().map(|(name, _)| *name);
         Failure::at("--device", format_args!("{name} is not known, {}", nearest::expected(name, names)))
     })
@@ -288,7 +263,8 @@ fn known(name: &str) -> Result<AnyFacts> {
 
 /// A plan and the machine that it is for.
 struct Shown<'a> {
-    target: &'a Target,
+    device: &'a str,
+    reason: &'a str,
     plan: &'a AnyPlan,
     order: Order,
     /// The codecs of a cache, if keys and values are not stored as they are.
@@ -296,33 +272,11 @@ struct Shown<'a> {
 }
 
 impl Shown<'_> {
-    fn work(&self) -> Work {
-        self.plan.as_cpu().map_or_else(|| Work::of(self.plan.problem()), Work::planned)
-    }
-
-    /// The plan, if it is for a CPU.
-    fn cpu(&self) -> Option<CpuShown<'_>> {
-        let (facts, plan) = (self.target.facts.as_cpu()?, self.plan.as_cpu()?);
-        Some(CpuShown { device: &self.target.device, facts, plan })
-    }
-
-    /// The plan, if it is for a CUDA device.
-    fn cuda(&self) -> Option<CudaShown<'_>> {
-        let (facts, plan) = (self.target.facts.as_cuda()?, self.plan.as_cuda()?);
-        Some(CudaShown { device: &self.target.device, facts, plan })
-    }
-
-    /// The plan, if it is for one of Apple's GPUs.
-    fn metal(&self) -> Option<MetalShown<'_>> {
-        let (facts, plan) = (self.target.facts.as_metal()?, self.plan.as_metal()?);
-        Some(MetalShown { device: &self.target.device, facts, plan })
-    }
-
     fn text(&self) -> String {
         let Self { plan, order, .. } = self;
         let problem = plan.problem();
         let desc = problem.desc();
-        let work = self.work();
+        let work = Work::of(plan);
         let extras = [
             self.stored.map(|stored| format!("cached as {stored}")),
             desc.softcap.map(|c| format!("softcap {c}")),
@@ -342,7 +296,7 @@ impl Shown<'_> {
                     problem.scale()
                 ),
             ),
-            ("backend", format!("{}: {}", plan.kind(), self.target.reason)),
+            ("backend", format!("{}: {}", plan.backend(), self.reason)),
         ];
         let ends = [
             ("workspace", report::bytes(plan.workspace_bytes() as f64)),
@@ -356,26 +310,24 @@ impl Shown<'_> {
                 ),
             ),
         ];
-        let middle = self.cpu().map(|cpu| cpu.lines()).or_else(|| self.cuda().map(|cuda| cuda.lines()));
-        let middle = middle.or_else(|| self.metal().map(|metal| metal.lines()));
-        let middle = middle.unwrap_or_default();
+        let explained = plan.explain();
+        let machine = ("machine", format!("{}: {}", self.device, explained.machine));
         let (prefixes, middle): (Vec<_>, Vec<_>) =
-            middle.into_iter().partition(|(name, _)| *name == "prefix");
-        let lines = lines.into_iter().chain(middle).chain(ends).chain(prefixes);
+            explained.lines.into_iter().partition(|(name, _)| *name == "prefix");
+        let lines = lines.into_iter().chain([machine]).chain(middle).chain(ends).chain(prefixes);
         lines.map(|(name, text)| format!("{name:<10} {text}\n")).collect()
     }
 
     fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
-        let problem = self.plan.problem();
-        let work = self.work();
-        let json = self.cpu().map(|cpu| cpu.json()).or_else(|| self.cuda().map(|cuda| cuda.json()));
-        let json = json.or_else(|| self.metal().map(|metal| metal.json()));
-        let mut json = json.unwrap_or_else(|| json!({}));
+        let (problem, work) = (self.plan.problem(), Work::of(self.plan));
+        let mut json = json!(Fields(self.plan.explain().fields));
         let common = json!({
             "kernel": self.plan.kernel(),
-            "backend": self.plan.kind().name(),
-            "backend_reason": self.target.reason,
-            "device": self.target.device,
+            "backend": self.plan.backend(),
+            "backend_reason": self.reason,
+            "device": self.device,
+            "tasks": self.plan.task_count(),
+            "splits": self.plan.splits(),
             "dims": dims_json(problem.dims()),
             "layout": self.order.name(),
             "dtype": problem.dtype().name(),
@@ -399,328 +351,6 @@ impl Shown<'_> {
             json.extend(common);
         }
         json
-    }
-}
-
-/// A plan for a CUDA device.
-struct CudaShown<'a> {
-    device: &'a str,
-    facts: &'a CudaFacts,
-    plan: &'a CudaPlan,
-}
-
-impl CudaShown<'_> {
-    fn lines(&self) -> Vec<(&'static str, String)> {
-        let Self { device, facts, plan } = self;
-        let (major, minor) = facts.capability;
-        let mut lines = vec![(
-            "machine",
-            format!(
-                "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory per block, L2 {}",
-                facts.multiprocessors,
-                report::bytes(facts.shared_per_block as f64),
-                report::bytes(facts.l2 as f64)
-            ),
-        )];
-        let gqa_group = plan.problem().dims().gqa_group();
-        for kernel in plan.kernels() {
-            let tile = kernel.tile();
-            let reason = if kernel.is_portable() {
-                if plan.options().kernels == KernelChoice::Portable {
-                    "asked for".to_owned()
-                } else if facts.capability < NATIVE_CAPABILITY {
-                    "native kernels are for compute capability 8.0 and later".to_owned()
-                } else {
-                    format!("native kernels read {} only", plan.problem().dtype())
-                }
-            } else if tile.warps_split_keys() {
-                format!(
-                    "sequences with at most 16 rows ({} per GQA group)",
-                    report::counted(gqa_group, "query head")
-                )
-            } else if matches!(kernel, CudaKernel::Sm90(_)) {
-                "sequences with more than 16 rows, and some with more than the 64 of a warpgroup".to_owned()
-            } else {
-                "sequences with more rows than a fragment of the matrix unit has".to_owned()
-            };
-            lines.push(("kernel", format!("{kernel}: {reason}")));
-            let bytes = report::bytes(kernel.shared_bytes() as f64);
-            let shared = match tile.stages() {
-                Some(stages) => match kernel {
-                    CudaKernel::Sm90(kernel) if kernel.key_stages() != stages => {
-                        format!(
-                            "{} of keys and {stages} of values in shared memory at a time ({bytes})",
-                            kernel.key_stages()
-                        )
-                    }
-                    _ => format!("{stages} in shared memory at a time ({bytes})"),
-                },
-                None => format!("{bytes} of shared memory"),
-            };
-            let blocks =
-                report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
-            lines.push((
-                "tiles",
-                format!(
-                    "{} rows x {} keys, {shared}, {} threads, {blocks} per multiprocessor",
-                    tile.rows(),
-                    tile.keys(),
-                    tile.threads(),
-                ),
-            ));
-        }
-        lines.push(("work tiles", plan.task_count().to_string()));
-        let reason = if plan.options().splits.is_some() {
-            "asked for"
-        } else if plan.kernels().any(|kernel| kernel.is_portable()) && plan.splits() > 1 {
-            "as many threadgroups as the device runs at once"
-        } else if plan.splits() == 1 {
-            "tiles fill the device without splits, or see one block of keys each"
-        } else {
-            "tiles, or the last ones of a queue, are cut along their keys so that no thread block waits long"
-        };
-        lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
-        lines
-    }
-
-    fn json(&self) -> serde_json::Value {
-        let Self { facts, plan, .. } = self;
-        let kernels = plan.kernels().map(|kernel| {
-            let tile = kernel.tile();
-            let mut json = json!({
-                "kernel": kernel.to_string(),
-                "tile_rows": tile.rows(),
-                "block_k": tile.keys(),
-                "threads": tile.threads(),
-                "resident": tile.resident(),
-                "shared_bytes": kernel.shared_bytes(),
-            });
-            if let Some(stages) = tile.stages() {
-                json["stages"] = stages.into();
-            }
-            json
-        });
-        json!({
-            "capability": [facts.capability.0, facts.capability.1],
-            "multiprocessors": facts.multiprocessors,
-            "l2": facts.l2,
-            "kernels": kernels.collect::<Vec<_>>(),
-            "tasks": plan.task_count(),
-            "splits": plan.splits(),
-        })
-    }
-}
-
-/// A plan for one of Apple's GPUs.
-struct MetalShown<'a> {
-    device: &'a str,
-    facts: &'a MetalFacts,
-    plan: &'a MetalPlan,
-}
-
-impl MetalShown<'_> {
-    fn lines(&self) -> Vec<(&'static str, String)> {
-        let Self { device, facts, plan } = self;
-        let bytes = |n: usize| report::bytes(n as f64);
-        let tile = plan.tile();
-        let reason = match (plan.options().splits, plan.splits()) {
-            (Some(_), _) => "asked for",
-            (None, 1) => "threadgroups fill the device without splits",
-            (None, _) => "as many threadgroups as the device runs at once",
-        };
-        vec![
-            (
-                "machine",
-                format!(
-                    "{device}: {} GPU cores, {} threads and {} of memory a threadgroup",
-                    facts.cores,
-                    facts.threads_per_group,
-                    bytes(facts.shared_per_group)
-                ),
-            ),
-            ("kernel", plan.kernel()),
-            (
-                "tiles",
-                format!(
-                    "{} rows x {} keys, {} of threadgroup memory, {} threads",
-                    tile.rows(),
-                    tile.keys(),
-                    bytes(plan.threadgroup_bytes()),
-                    32 * tile.simds()
-                ),
-            ),
-            ("groups", format!("{} threadgroups", plan.task_count())),
-            ("splits", format!("{}: {reason}", plan.splits())),
-        ]
-    }
-
-    fn json(&self) -> serde_json::Value {
-        let Self { facts, plan, .. } = self;
-        let tile = plan.tile();
-        json!({
-            "cores": facts.cores,
-            "threads_per_group": facts.threads_per_group,
-            "tile_rows": tile.rows(),
-            "block_k": tile.keys(),
-            "threads": 32 * tile.simds(),
-            "shared_bytes": plan.threadgroup_bytes(),
-            "tasks": plan.task_count(),
-            "splits": plan.splits(),
-        })
-    }
-}
-
-/// A plan for a CPU.
-struct CpuShown<'a> {
-    device: &'a str,
-    facts: &'a CpuFacts,
-    plan: &'a CpuPlan,
-}
-
-impl CpuShown<'_> {
-    fn lines(&self) -> Vec<(&'static str, String)> {
-        let Self { device, facts, plan } = self;
-        let problem = plan.problem();
-        // Tasks hold whole tiles, and so may have room for more rows than there are.
-        let of_prefixes = plan.prefixes().iter().map(|prefix| prefix.rows).max().unwrap_or(0);
-        let rows = plan.task_rows().min(self.max_rows().max(of_prefixes));
-        let mut lines = vec![
-            (
-                "machine",
-                format!(
-                    "{device}: {}, {}, L1d {}, L2 {}, L3 {}",
-                    facts.isa,
-                    report::counted(facts.threads, "thread"),
-                    report::bytes(facts.l1d as f64),
-                    report::bytes(facts.l2 as f64),
-                    report::bytes(facts.l3 as f64)
-                ),
-            ),
-            ("kernel", format!("{}: {}", plan.kernel(), self.kernel_reason())),
-            (
-                "tiles",
-                format!(
-                    "{} rows x {} keys; {} ({} per GQA group) share each packed block",
-                    plan.tile_rows(),
-                    plan.block_k(),
-                    report::counted(rows, "row"),
-                    report::counted(problem.dims().gqa_group(), "query head")
-                ),
-            ),
-            ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
-            ("splits", format!("{}: {}", self.splits_text(), self.splits_reason())),
-        ];
-        lines.extend(self.prefixes_text().into_iter().map(|line| ("prefix", line)));
-        lines
-    }
-
-    /// A line for each prefix that is computed once.
-    fn prefixes_text(&self) -> Vec<String> {
-        let line = |prefix: &PlannedPrefix| {
-            let PlannedPrefix { sequences, tokens, rows, splits, .. } = prefix;
-            format!(
-                "tokens {}..{} of sequences {}..{} read once, by {} of a GQA group; {}",
-                tokens.start,
-                tokens.end,
-                sequences.start,
-                sequences.end,
-                report::counted(*rows, "row"),
-                report::counted(*splits, "split"),
-            )
-        };
-        if !self.plan.problem().desc().prefixes.is_empty() && self.plan.prefixes().is_empty() {
-            let keys = self.plan.block_k();
-            return vec![format!(
-                "none: a prefix needs a whole block of {keys} keys, and two sequences with queries"
-            )];
-        }
-        self.plan.prefixes().iter().map(line).collect()
-    }
-
-    /// Rows of a GQA group in the sequence with the most queries.
-    fn max_rows(&self) -> usize {
-        let problem = self.plan.problem();
-        let gqa_group = problem.dims().gqa_group();
-        problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0)
-    }
-
-    fn kernel_reason(&self) -> String {
-        let (plan, problem) = (self.plan, self.plan.problem());
-        let max = self.max_rows();
-        let tile = plan.tile_rows();
-        let rows = if max <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
-        format!(
-            "at most {} of a GQA group, {rows}; {} for {} on {}",
-            report::counted(max, "row"),
-            plan.isa(),
-            problem.dtype(),
-            self.device
-        )
-    }
-
-    /// Splits of the sequences' own keys: how many sequences have how many.
-    fn splits_text(&self) -> String {
-        let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
-        for &splits in self.plan.sequence_splits() {
-            *counts.entry(splits).or_default() += 1;
-        }
-        match counts.len() {
-            0 | 1 => counts.keys().next().copied().unwrap_or(1).to_string(),
-            _ => {
-                let part = |(splits, count): (&usize, &usize)| {
-                    format!("{splits} of {}", report::counted(*count, "sequence"))
-                };
-                counts.iter().map(part).collect::<Vec<_>>().join(", ")
-            }
-        }
-    }
-
-    fn splits_reason(&self) -> String {
-        let (plan, threads) = (self.plan, self.plan.threads());
-        let longest = plan.problem().sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
-        if plan.options().splits.is_some() {
-            "asked for".to_owned()
-        } else if threads == 1 {
-            "one thread".to_owned()
-        } else if plan.splits() == 1 && plan.task_count() == 0 {
-            "no query rows".to_owned()
-        } else if plan.splits() == 1 && longest <= plan.block_k() {
-            format!("at most {}, one block of {}", report::counted(longest, "key"), plan.block_k())
-        } else if plan.splits() == 1 && plan.idle() > 0.1 {
-            format!(
-                "threads wait for an estimated {} of the time: rows see one block each, or partial results would take \
-                 too much memory",
-                report::percent(plan.idle())
-            )
-        } else {
-            format!("threads wait for an estimated {} of the time", report::percent(plan.idle()))
-        }
-    }
-
-    fn json(&self) -> serde_json::Value {
-        let (plan, facts) = (self.plan, &self.facts);
-        json!({
-            "kernel_reason": self.kernel_reason(),
-            "isa": plan.isa().name(),
-            "threads": plan.threads(),
-            "l1d": facts.l1d,
-            "l2": facts.l2,
-            "l3": facts.l3,
-            "tile_rows": plan.tile_rows(),
-            "block_k": plan.block_k(),
-            "task_rows": plan.task_rows(),
-            "tasks": plan.task_count(),
-            "splits": plan.splits(),
-            "splits_reason": self.splits_reason(),
-            "sequence_splits": plan.sequence_splits(),
-            "prefixes": plan.prefixes().iter().map(|prefix| json!({
-                "sequences": [prefix.sequences.start, prefix.sequences.end],
-                "tokens": [prefix.tokens.start, prefix.tokens.end],
-                "rows": prefix.rows,
-                "splits": prefix.splits,
-            })).collect::<Vec<_>>(),
-            "idle": plan.idle(),
-        })
     }
 }
 

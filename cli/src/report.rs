@@ -2,6 +2,8 @@
 
 use crate::escape::escaped;
 use crate::failure::{Failure, Result};
+use flashtile::human::scaled;
+pub(crate) use flashtile::human::{bytes, counted, noun, percent};
 use serde_json::Value;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -84,29 +86,9 @@ pub(crate) fn byte_rate(rate: f64) -> String {
     scaled(rate, &[(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")])
 }
 
-/// `1.23 MiB` and similar.
-pub(crate) fn bytes(n: f64) -> String {
-    let units = [(1024.0 * 1024.0 * 1024.0, "GiB"), (1024.0 * 1024.0, "MiB"), (1024.0, "KiB")];
-    if n < 1024.0 { format!("{n:.0} B") } else { scaled(n, &units) }
-}
-
 /// `1.23 GFLOP` and similar.
 pub(crate) fn flops(n: f64) -> String {
     scaled(n, &[(1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")])
-}
-
-/// `1 thread`, `2 threads`; `1 entry`, `2 entries`.
-pub(crate) fn counted(n: usize, what: &str) -> String {
-    format!("{n} {}", noun(n, what))
-}
-
-/// `thread` or `threads`, as a number demands.
-pub(crate) fn noun(n: usize, what: &str) -> String {
-    match what.strip_suffix('y') {
-        _ if n == 1 => what.to_owned(),
-        Some(stem) if !stem.ends_with(['a', 'e', 'o', 'u']) => format!("{stem}ies"),
-        _ => format!("{what}s"),
-    }
 }
 
 /// Largest number of names that a message lists.
@@ -132,27 +114,6 @@ fn first<T: ToString>(items: &[T], max: usize) -> String {
         0 => shown,
         more => format!("{shown} and {more} more"),
     }
-}
-
-/// `87.3%`.
-pub(crate) fn percent(fraction: f64) -> String {
-    format!("{:.1}%", fraction * 100.0)
-}
-
-/// Three significant digits in the largest unit that is at most the value, or in the smallest unit.
-fn scaled(x: f64, units: &[(f64, &str)]) -> String {
-    let Some(&(unit, name)) = units.iter().find(|(unit, _)| x >= *unit).or(units.last()) else {
-        return x.to_string();
-    };
-    let y = x / unit;
-    let decimals = if y >= 99.95 {
-        0
-    } else if y >= 9.995 {
-        1
-    } else {
-        2
-    };
-    format!("{y:.decimals$} {name}")
 }
 
 /// Text in columns, all but the first aligned to the right.

@@ -1,28 +1,25 @@
 //! `flashtile run`: attention over the tensors of a file.
 
 use crate::answers::{Answers, Compared, Computed};
-use crate::buffer::{Buffer, store};
+use crate::buffer::Buffer;
 use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
-use crate::machine::{self, Limit, Unit, Work};
-use crate::metal::{self, Metal};
+use crate::machine::{self, Bound, Work, rate_name};
 use crate::names;
 use crate::operands::{Operands, Order};
-use crate::options::{AUTO, Backend, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
+use crate::options::{AUTO, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
 use crate::output::{self, Destination};
 use crate::parse;
 use crate::report;
-use crate::select::{Selected, select};
-use crate::simulator;
+use crate::select::{planned, select};
 use clap::Args;
-use flashtile::cuda::Cuda;
-use flashtile::cuda::TimedRun;
-use flashtile::{AnyPlan, Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
+use flashtile::{
+    AnyPlan, BackendName, Choice, Codec, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, Unit,
+};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
 /// What `run --help` says about files. Not a doc comment: brackets and line breaks are literal.
 const RUN_HELP: &str = "\
@@ -77,8 +74,8 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Backend
-    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Reference, Backend::Simulator]), default_value = "auto")]
-    pub(crate) backend: Backend,
+    #[arg(long, value_parser = backend(AUTO, &[]), default_value = "auto")]
+    pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     #[command(flatten)]
@@ -111,15 +108,12 @@ const MEASURE_SECONDS: f64 = 0.3;
 /// Largest number of repetitions: more do not make the median steadier.
 const MAX_REPETITIONS: usize = 31;
 
-/// Largest number of scores on the simulator, about a minute's work for single queries.
-pub(crate) const MAX_SIMULATED: u64 = 600_000;
-
 /// Operations and seconds below which a fraction of the limit means nothing: calls dominate the time, not kernels.
 const MIN_FLOPS: f64 = 1e8;
 const MIN_SECONDS: f64 = 200e-6;
 
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
-    refuse_what_is_not_built(args)?;
+    refuse_what_does_not_apply(args)?;
     machine::on_threads(args.cpu.threads, || {
         let (done, Comparison { compared, failure }) = compute(args)?;
         if args.json {
@@ -129,42 +123,27 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
         } else {
             let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
             // Options that restrict the cpu are a reason that the user knows.
-            let chosen =
-                args.backend == Backend::Auto && args.cpu.isa.is_none() && args.cpu.threads.is_none();
-            let auto = chosen.then(|| format!("  auto takes {}: {}", done.backend, done.backend_reason));
+            let chosen = args.backend.is_auto() && args.cpu.given().is_empty();
+            let auto = chosen.then(|| format!("  auto takes {}", done.choice));
             report::line(format_args!("{}{}{compared}", done.line(), auto.unwrap_or_default()))?;
         }
         failure.map_or(Ok(ExitCode::SUCCESS), Err)
     })
 }
 
-/// Features that the command line has and this build does not.
-fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
-    match args.backend {
-        Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda(_) | Backend::Metal | Backend::Reference | Backend::Simulator => {
-            if args.backend == Backend::Simulator {
-                simulator::require()?;
-            }
-            let gpu = args.backend.gpu();
-            let given = [
-                ("--isa", "auto or cpu", args.cpu.isa.is_some()),
-                ("--threads", "auto or cpu", args.cpu.threads.is_some()),
-                ("--splits", "auto, cpu, cuda or metal", args.splits.is_some() && gpu.is_none()),
-                (
-                    "--kernels",
-                    "auto or cuda",
-                    args.kernels.choice != Kernels::Auto && !args.backend.is_cuda(),
-                ),
-            ];
-            if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
-                let other = if args.backend == Backend::Simulator { "simulator" } else { "reference" };
-                let name = gpu.unwrap_or(other);
-                let text =
-                    format_args!("does not apply to the {name} backend, expected --backend {expected}");
-                return Err(Failure::at(option, text));
-            }
-        }
+/// Refuses options that do not apply to the backend.
+fn refuse_what_does_not_apply(args: &RunArgs) -> Result<()> {
+    let name = args.backend.backend();
+    let is_cpu = args.backend.is_auto() || name == "cpu";
+    let of_cpu = args.cpu.given();
+    let given = [
+        ("--isa", "auto or cpu", !is_cpu && of_cpu.contains(&"--isa")),
+        ("--threads", "auto or cpu", !is_cpu && of_cpu.contains(&"--threads")),
+        ("--kernels", "auto or cuda", !is_cpu && name != "cuda" && args.kernels.choice != Kernels::Auto),
+    ];
+    if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
+        let text = format_args!("does not apply to the {name} backend, expected --backend {expected}");
+        return Err(Failure::at(option, text));
     }
     if args.grad {
         return Err(Failure::at("--grad", "this build computes the forward pass only"));
@@ -172,15 +151,12 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// What ran, and how long it took.
+/// The plan that ran, and how long it took.
 struct Done {
-    backend: &'static str,
-    backend_reason: String,
-    kernel: String,
-    /// The processor or device whose limits apply, if a kernel ran.
+    choice: Choice,
+    plan: AnyPlan,
+    /// The unit whose limits apply, if a kernel ran.
     unit: Option<Unit>,
-    splits: usize,
-    workspace_bytes: usize,
     problem: Problem,
     order: Order,
     /// The codecs of the cache and its bytes, if there was one.
@@ -190,7 +166,7 @@ struct Done {
     /// Number of timed runs, whose median is `seconds`.
     repetitions: usize,
     /// The measured limit, if the problem is large enough for a comparison.
-    limit: Option<Limit>,
+    bound: Option<Bound>,
 }
 
 /// The comparison with the answers of the file, if it has any.
@@ -223,7 +199,9 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let mut out = Buffer::elements(dtype, count(dims.out_shape())?)?;
     let mut lse = Buffer::elements(flashtile::Dtype::F32, dims.batch * dims.q_heads * dims.q_len)?;
     let results = Results { out: &mut out, lse: &mut lse };
-    let done = on_backend(args, &job, results)?.map_err(refuse)?;
+    let options = machine::options(args.splits, args.kernels.choice);
+    let choice = select(args.backend, args.cpu, job.problem, options)?;
+    let done = timed(args.backend, choice, &job, results).map_err(refuse)?;
     if cached.is_some() && operands.order != Order::Packed {
         (out, lse) = by_sequence(&operands, &out, &mut lse)?;
     }
@@ -242,26 +220,6 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
 fn count(shape: [usize; 4]) -> Result<usize> {
     let count = shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x));
     count.ok_or_else(|| Failure::new(format_args!("out {shape:?} is not addressable")))
-}
-
-/// Runs on the chosen backend. The inner failure is the problem's, the outer one that of a device.
-fn on_backend(args: &RunArgs, job: &Job<'_>, results: Results<'_>) -> Result<Result<Done>> {
-    let selected = match args.backend {
-        Backend::Reference => return Ok(by_definition(job, results)),
-        Backend::Simulator => return Ok(on_simulator(job, results)),
-        Backend::Auto | Backend::Cpu | Backend::Cuda(_) | Backend::Metal => {
-            let options = machine::options(args.splits, args.kernels.choice);
-            select(args.backend, args.cpu, job.problem, options)?
-        }
-    };
-    Ok(match &selected.backend {
-        flashtile::Backend::Cpu(cpu) => on_cpu(args, *cpu, &selected, job, results),
-        flashtile::Backend::Cuda(cuda) => on_cuda(args, cuda, &selected, job, results),
-        other => match metal::of(other) {
-            Some(metal) => on_metal(args, metal, &selected, job, results),
-            None => Err(Failure::at("--backend", format_args!("{} does not run here", other.kind()))),
-        },
-    })
 }
 
 /// Out and lse of attention over a cache, whose rows of all sequences lie one after another, in the order of the
@@ -327,121 +285,29 @@ impl<'a> Results<'a> {
     }
 }
 
-/// Runs on a CUDA device; the time is that of the kernels without host-device copies.
-fn on_cuda(
-    args: &RunArgs,
-    cuda: &Cuda,
-    selected: &Selected,
-    job: &Job<'_>,
-    results: Results<'_>,
-) -> Result<Done> {
-    let problem = job.problem;
-    let options = machine::options(args.splits, args.kernels.choice);
-    let plan = cuda.plan(problem, options);
-    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
+/// Runs on the chosen backend. The time is that of kernels, without copies between host and device.
+fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+    let plan = planned(&choice, asked, job.problem)?;
+    let (backend, dtype) = (&*choice.backend, job.problem.dtype());
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
-    let mut run = TimedRun::new(cuda, &plan, &inputs, &outputs)?;
-    run.compute(&mut outputs)?;
-    let work = Work::of(problem);
-    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
-    let unit = Unit::Cuda(cuda.clone(), problem.dtype());
-    let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
-    Ok(Done {
-        backend: "cuda",
-        backend_reason: selected.reason.clone(),
-        kernel: plan.kernel(),
-        unit: Some(unit),
-        splits: plan.splits(),
-        workspace_bytes: plan.workspace_bytes(),
-        problem: job.operands.problem.clone(),
-        order: job.operands.order,
-        stored: job.stored(),
-        work,
-        seconds,
-        repetitions,
-        limit,
-    })
-}
-
-/// Runs on the Metal device; the time is that of the kernels.
-fn on_metal(
-    args: &RunArgs,
-    metal: &Metal,
-    selected: &Selected,
-    job: &Job<'_>,
-    results: Results<'_>,
-) -> Result<Done> {
-    let problem = job.problem;
-    let options = machine::options(args.splits, args.kernels.choice);
-    let plan = AnyPlan::new(problem, &selected.backend.facts(), options);
-    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
-    let inputs = job.inputs()?;
-    let mut outputs = results.outputs(job)?;
-    let mut run = metal::timed(metal, problem, options, &inputs, &outputs)?;
-    run.compute(&mut outputs)?;
-    let work = Work::of(problem);
-    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
-    let unit = Unit::Metal(metal.clone(), problem.dtype());
-    let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
-    Ok(Done {
-        backend: "metal",
-        backend_reason: selected.reason.clone(),
-        kernel: plan.kernel(),
-        unit: Some(unit),
-        splits: plan.splits(),
-        workspace_bytes: plan.workspace_bytes(),
-        problem: job.operands.problem.clone(),
-        order: job.operands.order,
-        stored: job.stored(),
-        work,
-        seconds,
-        repetitions,
-        limit,
-    })
-}
-
-/// Runs on the CPU.
-fn on_cpu(
-    args: &RunArgs,
-    cpu: Cpu,
-    selected: &Selected,
-    job: &Job<'_>,
-    results: Results<'_>,
-) -> Result<Done> {
-    let problem = job.problem;
-    let options = machine::options(args.splits, args.kernels.choice);
-    let plan = cpu.plan(problem, options);
-    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
-    let inputs = job.inputs()?;
-    let mut outputs = results.outputs(job)?;
-    let mut workspace = machine::workspace(&plan)?;
-    let work = Work::of(problem);
-    let unit = Unit::of_plan(&plan);
-    let before = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
-    let (seconds, repetitions) = median(|| {
-        let started = Instant::now();
-        cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
-        Ok(started.elapsed().as_secs_f64())
-    })?;
+    let (work, unit) = (Work::of(&plan), backend.unit(dtype));
+    let measured = |unit: &Unit| Bound::of(backend, unit, &work, dtype);
+    let before = unit.as_ref().filter(|_| work.flops >= MIN_FLOPS).map(measured).transpose()?;
+    let mut run = backend.timed(&plan, &[inputs], &outputs)?;
+    let (seconds, repetitions) = match unit {
+        Some(_) => median(|| Ok(run.seconds(&mut outputs)?))?,
+        // Backends without kernels of their own are slow, and their time is no measure of anything.
+        None => (run.seconds(&mut outputs)?, 1),
+    };
+    run.download(&mut outputs)?;
+    drop(run);
     // The machine may have been busy at one of the two times.
-    let again = |limit: Limit| Ok::<Limit, Failure>(limit.max(Limit::measure(limit.kind, &unit)?));
-    let limit = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
-    Ok(Done {
-        backend: "cpu",
-        backend_reason: selected.reason.clone(),
-        kernel: plan.kernel(),
-        unit: Some(unit),
-        splits: plan.splits(),
-        workspace_bytes: plan.workspace_bytes(),
-        problem: job.operands.problem.clone(),
-        order: job.operands.order,
-        stored: job.stored(),
-        work,
-        seconds,
-        repetitions,
-        limit,
-    })
+    let again = |bound: Bound| Ok::<Bound, Failure>(bound.max(Bound::measure(backend, bound.rate, dtype)?));
+    let bound = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
+    let Job { operands, .. } = job;
+    let (problem, order, stored) = (operands.problem.clone(), operands.order, job.stored());
+    Ok(Done { plan, unit, problem, order, stored, work, seconds, repetitions, bound, choice })
 }
 
 /// Median time of warm runs and their number, or the time of the first run if there is no time for another.
@@ -458,95 +324,37 @@ fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     Ok(times.get(times.len() / 2).map_or((first, 1), |&median| (median, times.len())))
 }
 
-fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
-    let problem = job.problem;
-    let started = Instant::now();
-    let answer = reference::attention(problem, &job.inputs()?).map_err(Failure::new)?;
-    let seconds = started.elapsed().as_secs_f64();
-    let Dims { q_heads, q_len, value_dim, .. } = *problem.dims();
-    let size = problem.dtype().bytes();
-    let [sb, sh, ss, _] = job.strides();
-    let out = results.out.bytes_mut();
-    for (row, values) in answer.out.chunks_exact(value_dim).enumerate() {
-        let (b, h, i) = (row / q_len / q_heads, row / q_len % q_heads, row % q_len);
-        let slots = out[(b * sb + h * sh + i * ss) * size..].chunks_exact_mut(size);
-        for (&x, slot) in values.iter().zip(slots) {
-            store(x, problem.dtype(), slot);
-        }
-    }
-    for (&x, slot) in answer.lse.iter().zip(results.lse.floats_mut()) {
-        *slot = x as f32;
-    }
-    Ok(unplanned(job, "reference", plain_name("reference", problem), seconds))
-}
-
-/// Runs the portable kernels on their simulator, which checks every access.
-fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
-    let problem = job.problem;
-    let inputs = job.inputs()?;
-    let mut outputs = results.outputs(job)?;
-    let started = Instant::now();
-    simulator::compute(MAX_SIMULATED, problem, &inputs, &mut outputs)?;
-    let seconds = started.elapsed().as_secs_f64();
-    Ok(unplanned(job, "simulator", plain_name("simulator-decode", problem), seconds))
-}
-
-/// A single run that has no plan.
-fn unplanned(job: &Job<'_>, backend: &'static str, kernel: String, seconds: f64) -> Done {
-    Done {
-        backend,
-        backend_reason: "asked for".to_owned(),
-        kernel,
-        unit: None,
-        splits: 1,
-        workspace_bytes: 0,
-        problem: job.operands.problem.clone(),
-        order: job.operands.order,
-        stored: job.stored(),
-        work: Work::of(job.problem),
-        seconds,
-        repetitions: 1,
-        limit: None,
-    }
-}
-
-/// The name of an implementation that is the same everywhere, in the style of kernel names.
-fn plain_name(what: &str, problem: &Problem) -> String {
-    let Dims { head_dim, value_dim, .. } = *problem.dims();
-    let value = if value_dim == head_dim { String::new() } else { format!("x{value_dim}") };
-    format!("{what}-{}-d{head_dim}{value}", problem.dtype())
-}
-
 impl Done {
     fn line(&self) -> String {
         let shapes = shapes(&self.problem, self.order);
         let rate = report::flop_rate(self.work.flops / self.seconds);
-        let reached = match self.limit {
-            Some(limit) => {
-                let fraction = report::percent(limit.fraction(&self.work, self.seconds));
-                let threads = self.unit.as_ref().and_then(Unit::threads);
+        let reached = match self.bound {
+            Some(bound) => {
+                let fraction = report::percent(bound.fraction(&self.work, self.seconds));
+                let threads = self.unit.as_ref().and_then(|unit| unit.threads);
                 let threads = threads.map(|n| format!(" ({})", report::counted(n, "thread")));
-                format!("{fraction} of {limit}{}", threads.unwrap_or_default())
+                format!("{fraction} of {bound}{}", threads.unwrap_or_default())
             }
             None if self.unit.is_some() => "too small to compare with a limit".to_owned(),
             None => "no limit applies".to_owned(),
         };
         let stored = self.stored.map_or_else(String::new, |(stored, _)| format!("  cached as {stored}"));
-        format!("{}  {shapes}{stored}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
+        let kernel = self.plan.kernel();
+        format!("{kernel}  {shapes}{stored}  {}  {rate}  {reached}", report::seconds(self.seconds))
     }
 
     fn json(&self, prefix: Option<&str>) -> serde_json::Value {
-        let (d, limit) = (self.problem.dims(), self.limit);
+        let (d, bound) = (self.problem.dims(), self.bound);
         let plain = Codec::of(self.problem.dtype());
         let (k, v) = self.stored.map_or((plain, plain), |(stored, _)| (stored.k, stored.v));
         json!({
-            "kernel": self.kernel,
-            "backend": self.backend,
-            "backend_reason": self.backend_reason,
-            "unit": self.unit.as_ref().map(Unit::name),
-            "threads": self.unit.as_ref().map_or(Some(1), Unit::threads),
-            "splits": self.splits,
-            "workspace_bytes": self.workspace_bytes,
+            "kernel": self.plan.kernel(),
+            "backend": self.plan.backend(),
+            "backend_reason": self.choice.reason,
+            "unit": self.unit.as_ref().map(|unit| &unit.name),
+            "threads": self.unit.as_ref().map_or(Some(1), |unit| unit.threads),
+            "splits": self.plan.splits(),
+            "workspace_bytes": self.plan.workspace_bytes(),
             "prefix": prefix,
             "dims": dims_json(d),
             "layout": self.order.name(),
@@ -562,9 +370,9 @@ impl Done {
             "kv_bytes": self.work.bytes,
             "gflops": self.work.flops / self.seconds / 1e9,
             "gbytes_per_s": self.work.bytes / self.seconds / 1e9,
-            "limit": limit.map(|l| l.kind.name()),
-            "limit_per_s": limit.map(|l| l.rate),
-            "fraction": limit.map(|l| l.fraction(&self.work, self.seconds)),
+            "limit": bound.map(|b| rate_name(b.rate)),
+            "limit_per_s": bound.map(|b| b.limit.per_second),
+            "fraction": bound.map(|b| b.fraction(&self.work, self.seconds)),
         })
     }
 }
@@ -594,14 +402,4 @@ pub(crate) fn dims_json(d: &Dims) -> serde_json::Value {
         "head_dim": d.head_dim,
         "value_dim": d.value_dim,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_limit_of_the_simulator_is_said() {
-        assert!(RUN_HELP.contains(&format!("at most {MAX_SIMULATED},")));
-    }
 }

@@ -17,7 +17,7 @@ pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
         Error::Run(RunError::Dtype { .. } | RunError::Codec { .. } | RunError::MaskKind { .. }) => {
             PyTypeError::new_err(error.to_string())
         }
-        Error::Cuda(_) | Error::Run(RunError::Threads { .. }) => PyRuntimeError::new_err(error.to_string()),
+        Error::Device(_) | Error::Run(RunError::Threads { .. }) => PyRuntimeError::new_err(error.to_string()),
         _ => PyValueError::new_err(error.to_string()),
     }
 }

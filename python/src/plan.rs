@@ -2,8 +2,8 @@
 
 use crate::failure::refused;
 use crate::process;
-use flashtile::plan::AnyFacts;
-use flashtile::{AnyPlan, Backend, BackendName, PlanOptions, ProblemDesc};
+use flashtile::plan::{AnyFacts, known_machines};
+use flashtile::{AnyPlan, BackendName, PlanOptions, ProblemDesc};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::{Value, json};
@@ -31,22 +31,17 @@ pub(crate) fn plan(
         Some((name, facts)) => Planned::on(name, facts, &desc, options),
         None => Planned::here(backend.parse()?, &desc, options),
     });
-    let Planned { machine, facts, reason, plan } = planned.map_err(refused)?;
+    let Planned { machine, reason, plan } = planned.map_err(refused)?;
     let mut described = serde_json::to_value(&plan).map_err(wrong)?;
     let common = json!({
         "summary": plan.to_string(),
-        "backend": plan.kind().name(),
         "backend_reason": reason,
         "machine": machine,
-        "tasks": plan.task_count(),
-        "splits": plan.splits(),
         "visible_pairs": plan.problem().visible_pairs(),
         "flops": plan.problem().flops(),
     });
-    for more in [common, of_backend(&facts, &plan)] {
-        if let (Some(fields), Value::Object(more)) = (described.as_object_mut(), more) {
-            fields.extend(more);
-        }
+    if let (Some(fields), Value::Object(more)) = (described.as_object_mut(), common) {
+        fields.extend(more);
     }
     Ok(described.to_string())
 }
@@ -54,7 +49,6 @@ pub(crate) fn plan(
 /// A plan, where it would run, and why there.
 struct Planned {
     machine: String,
-    facts: AnyFacts,
     reason: String,
     plan: AnyPlan,
 }
@@ -62,46 +56,21 @@ struct Planned {
 impl Planned {
     /// On a machine that may be absent.
     fn on(name: &str, facts: AnyFacts, desc: &ProblemDesc, options: PlanOptions) -> flashtile::Result<Self> {
-        let plan = AnyPlan::new(&desc.clone().validate()?, &facts, options)?;
-        Ok(Self { machine: name.to_owned(), facts, reason: "machine asks for it".to_owned(), plan })
+        let plan = facts.plan(&desc.clone().validate()?, options)?;
+        Ok(Self { machine: name.to_owned(), reason: "machine asks for it".to_owned(), plan })
     }
 
     /// On a backend of this machine.
     fn here(name: BackendName, desc: &ProblemDesc, options: PlanOptions) -> flashtile::Result<Self> {
-        let choice = name.open(&desc.clone().validate()?, options)?;
-        let machine = match &choice.backend {
-            Backend::Cuda(cuda) => cuda.name(),
-            _ => "this machine",
-        };
-        let (machine, facts) = (machine.to_owned(), choice.backend.facts());
-        Ok(Self { machine, facts, reason: choice.reason, plan: choice.plan? })
-    }
-}
-
-/// Fields of the result that only plans and facts of one backend have.
-fn of_backend(facts: &AnyFacts, plan: &AnyPlan) -> Value {
-    match (facts, plan) {
-        (AnyFacts::Cpu(facts), AnyPlan::Cpu(plan)) => json!({
-            "sequence_splits": plan.sequence_splits(),
-            "idle": plan.idle(),
-            "l1d": facts.l1d,
-            "l2": facts.l2,
-            "l3": facts.l3,
-        }),
-        (AnyFacts::Cuda(facts), _) => json!({
-            "capability": [facts.capability.0, facts.capability.1],
-            "multiprocessors": facts.multiprocessors,
-            "l2": facts.l2,
-        }),
-        // Facts and plan are of one backend.
-        _ => json!({}),
+        let choice = name.choose(&desc.clone().validate()?, options)?;
+        Ok(Self { machine: choice.backend.device(), reason: choice.reason, plan: choice.plan? })
     }
 }
 
 fn known(name: &str) -> PyResult<(&str, AnyFacts)> {
-    let all = AnyFacts::known();
+    let all = known_machines();
     let found = all.iter().find(|(known, _)| *known == name);
-    found.map(|(_, facts)| (name, *facts)).ok_or_else(|| {
+    found.map(|(_, facts)| (name, facts.clone())).ok_or_else(|| {
         let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
         PyValueError::new_err(format!("machine is '{name}', expected {}", names.join(", ")))
     })

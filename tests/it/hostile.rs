@@ -3,12 +3,12 @@
 
 use flashtile::cache::{BlockTables, CsrTables, NO_PAGE, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
-use flashtile::plan::AnyFacts;
+use flashtile::plan::known_machines;
 use flashtile::problem::MAX_LEN;
 use flashtile::{
-    AnyPlan, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, HeadShape, KvCache,
-    Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, Sequences, SharedPrefix, TensorView,
-    Visibility, reference,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, HeadShape, KvCache, Outputs,
+    PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, Sequences, SharedPrefix, TensorView, Visibility,
+    reference,
 };
 use flashtile_testkit::{Guarded, Layout, Rng};
 
@@ -531,7 +531,7 @@ const EXTREMES: [usize; 12] =
 #[test]
 fn descriptions_of_any_numbers_do_no_harm() {
     let mut rng = Rng::new(4);
-    let (machines, mut accepted) = (AnyFacts::known(), 0);
+    let (machines, mut accepted) = (known_machines(), 0);
     for round in 0..6000 {
         let large = round % 2 == 0;
         let mut number =
@@ -598,7 +598,7 @@ fn descriptions_of_any_numbers_do_no_harm() {
                 });
                 accepted += 1;
                 let (_, facts) = &machines[accepted % machines.len()];
-                let _ = AnyPlan::new(&problem, facts, PlanOptions::default()).map(|plan| plan.to_string());
+                let _ = facts.plan(&problem, PlanOptions::default()).map(|plan| plan.to_string());
             }
         }
     }

@@ -26,6 +26,7 @@ mod plans;
 mod portable;
 mod properties;
 mod quantized;
+mod recording;
 mod refusals;
 mod serial;
 mod support;

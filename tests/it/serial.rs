@@ -2,8 +2,8 @@
 
 use flashtile::plan::{AnyFacts, machines};
 use flashtile::{
-    AnyPlan, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc,
-    QOffset, SeqLens, Sequences, SharedPrefix, Visibility,
+    CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc, QOffset,
+    SeqLens, Sequences, SharedPrefix, Visibility,
 };
 use flashtile_testkit::catalogue;
 
@@ -62,7 +62,8 @@ fn caches_and_plans() {
     assert!(refused.starts_with("unknown field `key_mean`"), "{refused}");
 
     let desc = ProblemDesc::over(&cache, 32, Dtype::BF16, &[SeqLens::decode(601)]);
-    let plan = Cpu::new().plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();
+    let facts = AnyFacts::new(*Cpu::new().facts());
+    let plan = facts.plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();
     let said = serde_json::to_value(&plan).unwrap();
     assert_eq!(said["kernel"], plan.kernel());
     assert_eq!(said["workspace_bytes"], plan.workspace_bytes());
@@ -70,8 +71,8 @@ fn caches_and_plans() {
     let options: PlanOptions = serde_json::from_value(said["options"].clone()).unwrap();
     assert_eq!((of, options), (desc.clone(), PlanOptions::default()));
 
-    let facts = AnyFacts::Cuda(machines::H200);
-    let plan = AnyPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
+    let facts = AnyFacts::new(machines::H200);
+    let plan = facts.plan(&desc.validate().unwrap(), PlanOptions::default()).unwrap();
     let said = serde_json::to_value(&plan).unwrap();
     assert_eq!((&said["kernel"], &said["kernels"][0]["kernel"]), (&plan.kernel().into(), &said["kernel"]));
     assert_eq!(said["workspace_bytes"], plan.workspace_bytes());

@@ -1,26 +1,24 @@
 //! Data, checks and times of one row.
 
-use super::device::Device;
 use super::options::CacheKind;
 use super::rows::{Kind, Row};
+use super::tile;
 use crate::buffer::{Buffer, load};
 use crate::failure::{Failure, Result};
-use crate::gpu::Tuning;
-use crate::machine::{self, Unit, Work};
-use crate::metal::{self, Metal};
+use crate::machine::Work;
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
-use flashtile::cuda::Cuda;
-use flashtile::cuda::TimedRun;
+use flashtile::plan::CudaTile;
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::reference::{self, Attention};
 use flashtile::{
-    BlockTables, Codec, Cpu, CpuPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
-    ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
+    AnyPlan, Backend, BlockTables, Codec, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
+    ProblemDesc, QOffset, TensorView, TensorViewMut, TimedRun,
 };
 use flashtile_bench::seeded::{Rng, fill_normal};
 use rayon::prelude::*;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Query rows that are checked against the oracle.
@@ -35,7 +33,6 @@ const DISTINCT_ROWS: usize = 4099;
 pub(super) struct Measured {
     pub(super) row: Row,
     pub(super) kernel: String,
-    pub(super) unit: Unit,
     pub(super) work: Work,
     /// Quartiles of the times in seconds; the second is the median.
     pub(super) quartiles: [f64; 3],
@@ -228,235 +225,142 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     });
 }
 
-/// A row that is being measured.
+/// A backend, and how it plans rows.
+pub(super) struct Planned {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) options: PlanOptions,
+    /// A tile of CUDA kernels that the planner would not choose.
+    pub(super) tile: Option<CudaTile>,
+}
+
+impl Planned {
+    fn plan(&self, problem: &Problem) -> Result<AnyPlan> {
+        match self.tile {
+            Some(tile) => tile::plan(problem, &self.backend.facts(), self.options, tile),
+            None => self.backend.plan(problem, self.options).map_err(Failure::new),
+        }
+    }
+}
+
+/// A row with its plans and its data.
 struct Subject<'a> {
     row: &'a Row,
-    runner: Runner<'a>,
+    plan: AnyPlan,
     /// The plan without shared prefixes, for a row that has them.
-    apart: Option<Runner<'a>>,
+    apart: Option<AnyPlan>,
     copies: Vec<Operands>,
+    /// Seconds to compile and load the kernels, where that was not done before.
+    prepare: f64,
+}
+
+impl<'a> Subject<'a> {
+    /// Plans a row and generates its data.
+    fn new(planner: &Planned, row: &'a Row) -> Result<Self> {
+        let plan = planner.plan(&row.problem)?;
+        let apart = without_prefixes(&row.problem)?.map(|problem| planner.plan(&problem)).transpose()?;
+        let started = Instant::now();
+        planner.backend.prepare(&plan)?;
+        let prepare = started.elapsed().as_secs_f64();
+        let mut copies = vec![Operands::random(row, 1)?];
+        if row.kind == Kind::Decode {
+            // A cache under decode was not read a moment ago.
+            for _ in 1..planner.backend.cold_copies(plan.kv_bytes()) {
+                copies.push(copies[0].copy()?);
+            }
+        }
+        Ok(Self { row, plan, apart, copies, prepare })
+    }
+
+    fn timer<'s>(&'s self, backend: &'s dyn Backend) -> Result<Timer<'s>> {
+        let inputs = self.copies.iter().map(|copy| copy.inputs(&self.row.problem));
+        let mut inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let problem = &self.row.problem;
+        let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;
+        let mut run = backend.timed(&self.plan, &inputs, &outputs(problem, &mut out)?)?;
+        run.compute(&mut outputs(problem, &mut out)?)?;
+        let nrmse = check(problem, self.plan.accumulation(), &self.copies[0], &out)?;
+        // Without prefixes, other copies than the ones that were just read.
+        inputs.rotate_left(self.copies.len() / 2);
+        let apart = match &self.apart {
+            None => None,
+            Some(plan) => Some(backend.timed(plan, &inputs, &outputs(problem, &mut out)?)?),
+        };
+        let mut timer =
+            Timer { subject: self, run, apart, out, nrmse, times: Vec::new(), times_apart: Vec::new() };
+        // Every copy is read once before any is timed.
+        for _ in 0..self.copies.len() {
+            timer.turn()?;
+        }
+        (timer.times, timer.times_apart) = (Vec::new(), Vec::new());
+        Ok(timer)
+    }
+}
+
+/// A row that is being measured.
+struct Timer<'s> {
+    subject: &'s Subject<'s>,
+    run: Box<dyn TimedRun + 's>,
+    apart: Option<Box<dyn TimedRun + 's>>,
     out: Buffer,
     nrmse: f64,
     times: Vec<f64>,
     times_apart: Vec<f64>,
 }
 
-impl<'a> Subject<'a> {
-    /// Generates the data and checks the answer.
-    fn new(cpu: &'a Cpu, row: &'a Row) -> Result<Self> {
-        let problem = &row.problem;
-        let mut runner = Runner::new(cpu, problem)?;
-        let mut copies = vec![Operands::random(row, 1)?];
-        if row.kind == Kind::Decode {
-            // A cache under decode was not read a moment ago: the copies together exceed the last-level cache.
-            let read = Work::planned(&runner.plan).bytes as usize;
-            let count = (2 * cpu.facts().l3).div_ceil(read.max(1)).clamp(1, MAX_COPIES);
-            for _ in 1..count {
-                copies.push(copies[0].copy()?);
-            }
-        }
-        let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;
-        let nrmse = runner.warm_up(&copies, &mut out)?;
-        let apart = without_prefixes(problem)?;
-        let mut apart = apart.map(|problem| Runner::new(cpu, &problem)).transpose()?;
-        if let Some(runner) = &mut apart {
-            runner.warm_up(&copies, &mut out)?;
-        }
-        Ok(Self { row, runner, apart, copies, out, nrmse, times: Vec::new(), times_apart: Vec::new() })
-    }
-
+impl Timer<'_> {
     fn turn(&mut self) -> Result<()> {
-        let (turn, copies) = (self.times.len(), self.copies.len());
-        self.times.push(self.runner.run(&self.copies[turn % copies], &mut self.out)?);
-        if let Some(runner) = &mut self.apart {
-            // Another copy than the one that was just read.
-            let copy = &self.copies[(turn + copies / 2) % copies];
-            self.times_apart.push(runner.run(copy, &mut self.out)?);
+        let mut outputs = outputs(&self.subject.row.problem, &mut self.out)?;
+        self.times.push(self.run.seconds(&mut outputs)?);
+        if let Some(run) = &mut self.apart {
+            self.times_apart.push(run.seconds(&mut outputs)?);
         }
         Ok(())
     }
 
-    fn measured(mut self) -> Measured {
+    /// Measures the host's time of a launch, and returns all results. Called when every row of a call of [`measure`] has its times: a
+    /// device computes these launches back to back, and lowers its clock meanwhile.
+    fn measured(mut self) -> Result<Measured> {
+        let host = self.run.host_seconds()?;
+        let Subject { row, plan, copies, prepare, .. } = self.subject;
         self.times_apart.sort_by(f64::total_cmp);
-        let plan = &self.runner.plan;
-        Measured {
-            row: self.row.clone(),
+        Ok(Measured {
+            row: (*row).clone(),
             kernel: plan.kernel(),
-            unit: Unit::of_plan(plan),
-            work: Work::planned(plan),
+            work: Work::of(plan),
             quartiles: quartiles(&mut self.times),
             repetitions: self.times.len(),
             apart: self.times_apart.get(self.times_apart.len() / 2).copied(),
-            copies: self.copies.len(),
+            copies: copies.len(),
             nrmse: self.nrmse,
-            host: None,
-            prepare: None,
-        }
+            host,
+            prepare: host.map(|_| *prepare),
+        })
     }
 }
 
-/// Checks and measures rows for `seconds` each on average, at least three times, in turns, so that changes of the
-/// machine's load affect all rows and their ratios stay meaningful.
-pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
-    let cpu = match device {
-        Device::Cpu(cpu) => cpu,
-        Device::Cuda(cuda, tuning) => {
-            return on_device(rows, min_time, |row| DeviceSubject::on_cuda(cuda, *tuning, row));
-        }
-        Device::Metal(metal) => return on_device(rows, min_time, |row| DeviceSubject::on_metal(metal, row)),
-    };
-    let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
-    turns(3, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(Subject::turn))?;
-    Ok(subjects.into_iter().map(Subject::measured).collect())
+/// Least number of times of a row.
+const MIN_TIMES: usize = 3;
+
+/// Checks and measures rows for `min_time` seconds each on average, in turns, so that changes of the machine's load affect all rows and
+/// their ratios stay meaningful.
+pub(super) fn measure(planner: &Planned, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+    let subjects = rows.iter().map(|row| Subject::new(planner, row)).collect::<Result<Vec<_>>>()?;
+    let timers = subjects.iter().map(|subject| subject.timer(&*planner.backend));
+    let mut timers = timers.collect::<Result<Vec<_>>>()?;
+    turns(min_time * rows.len() as f64, || timers.iter_mut().try_for_each(Timer::turn))?;
+    timers.into_iter().map(Timer::measured).collect()
 }
 
-/// Measures the rows in turns for `seconds`, and at least as often as asked.
-fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
+/// Measures the rows in turns for `seconds`, and at least three times.
+fn turns(seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
     for n in 0..MAX_TIMES {
-        if n >= min && started.elapsed().as_secs_f64() >= seconds {
+        if n >= MIN_TIMES && started.elapsed().as_secs_f64() >= seconds {
             break;
         }
         turn()?;
     }
     Ok(())
-}
-
-/// A problem on a device with its tensors there.
-enum DeviceRun {
-    Cuda(Box<TimedRun>),
-    Metal(Box<metal::TimedRun>),
-}
-
-impl DeviceRun {
-    fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
-        match self {
-            Self::Cuda(run) => Ok(run.compute(outputs)?),
-            Self::Metal(run) => Ok(run.compute(outputs)?),
-        }
-    }
-
-    fn launch(&mut self) -> Result<()> {
-        match self {
-            Self::Cuda(run) => Ok(run.launch()?),
-            Self::Metal(run) => Ok(run.launch()?),
-        }
-    }
-
-    fn wait(&self) -> Result<()> {
-        match self {
-            Self::Cuda(run) => Ok(run.wait()?),
-            Self::Metal(run) => Ok(run.wait()?),
-        }
-    }
-
-    fn seconds(&mut self) -> Result<f64> {
-        match self {
-            Self::Cuda(run) => Ok(run.seconds()?),
-            Self::Metal(run) => Ok(run.seconds()?),
-        }
-    }
-}
-
-/// How a row runs on a device.
-struct Place {
-    kernel: String,
-    unit: Unit,
-    run: DeviceRun,
-    /// Seconds to prepare the plan, with the compilation of its kernels where that was not done before.
-    prepare: f64,
-}
-
-/// A row that is being measured on a device.
-struct DeviceSubject<'a> {
-    row: &'a Row,
-    kernel: String,
-    unit: Unit,
-    run: DeviceRun,
-    nrmse: f64,
-    prepare: f64,
-    times: Vec<f64>,
-}
-
-impl<'a> DeviceSubject<'a> {
-    /// Launches whose host time is measured.
-    const LAUNCHES: usize = 100;
-
-    fn on_cuda(cuda: &Cuda, tuning: Tuning, row: &'a Row) -> Result<Self> {
-        let plan = tuning.plan(&row.problem, cuda).map_err(Failure::new)?;
-        Self::new(row, |inputs, outputs| {
-            let started = Instant::now();
-            cuda.prepare(&plan, &cuda.context().new_stream().map_err(Failure::new)?)?;
-            let prepare = started.elapsed().as_secs_f64();
-            let run = DeviceRun::Cuda(Box::new(TimedRun::new(cuda, &plan, inputs, outputs)?));
-            let unit = Unit::Cuda(cuda.clone(), row.problem.dtype());
-            Ok(Place { kernel: plan.kernel(), unit, run, prepare })
-        })
-    }
-
-    fn on_metal(metal: &Metal, row: &'a Row) -> Result<Self> {
-        let unit = Unit::Metal(metal.clone(), row.problem.dtype());
-        let kernel = metal::kernel(metal, &row.problem)?;
-        Self::new(row, |inputs, outputs| {
-            let started = Instant::now();
-            let run = metal::timed(metal, &row.problem, PlanOptions::default(), inputs, outputs)?;
-            let prepare = started.elapsed().as_secs_f64();
-            Ok(Place { kernel, unit, run: DeviceRun::Metal(Box::new(run)), prepare })
-        })
-    }
-
-    /// Generates the data and checks the answer.
-    fn new(row: &'a Row, place: impl FnOnce(&Inputs<'_>, &Outputs<'_>) -> Result<Place>) -> Result<Self> {
-        let problem = &row.problem;
-        let dtype = problem.dtype();
-        let operands = Operands::random(row, 1)?;
-        let mut out = Buffer::elements(dtype, problem.dims().out_shape().iter().product())?;
-        let mut outputs = outputs(problem, &mut out)?;
-        let inputs = operands.inputs(problem)?;
-        let Place { kernel, unit, mut run, prepare } = place(&inputs, &outputs)?;
-        run.compute(&mut outputs)?;
-        let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
-        Ok(Self { row, kernel, unit, run, nrmse, prepare, times: Vec::new() })
-    }
-
-    fn turn(&mut self) -> Result<()> {
-        self.times.push(self.run.seconds()?);
-        Ok(())
-    }
-
-    /// Measures the host's time of a launch, and returns all results. Called when every row of a call of [`measure`] has its times: the
-    /// device computes these launches back to back, and lowers its clock meanwhile.
-    fn measured(mut self) -> Result<Measured> {
-        let started = Instant::now();
-        (0..Self::LAUNCHES).try_for_each(|_| self.run.launch())?;
-        let host = started.elapsed().as_secs_f64() / Self::LAUNCHES as f64;
-        self.run.wait()?;
-        Ok(Measured {
-            row: self.row.clone(),
-            kernel: self.kernel,
-            unit: self.unit,
-            work: Work::of(&self.row.problem),
-            quartiles: quartiles(&mut self.times),
-            repetitions: self.times.len(),
-            apart: None,
-            copies: 1,
-            nrmse: self.nrmse,
-            host: Some(host),
-            prepare: Some(self.prepare),
-        })
-    }
-}
-
-/// Measures rows on a device: on CUDA with a flushed second-level cache before each run.
-fn on_device<'a>(
-    rows: &'a [Row],
-    min_time: f64,
-    subject: impl Fn(&'a Row) -> Result<DeviceSubject<'a>>,
-) -> Result<Vec<Measured>> {
-    let subjects = rows.iter().map(subject);
-    let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
-    turns(10, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(DeviceSubject::turn))?;
-    subjects.into_iter().map(DeviceSubject::measured).collect()
 }
 
 /// The same problem without shared prefixes, if it has any.
@@ -469,41 +373,7 @@ fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
     desc.validate().map(Some).map_err(Failure::new)
 }
 
-const MAX_COPIES: usize = 256;
 const MAX_TIMES: usize = 100_000;
-
-/// A plan with everything that a run of it needs except the operands.
-struct Runner<'a> {
-    cpu: &'a Cpu,
-    plan: CpuPlan,
-    workspace: Workspace,
-}
-
-impl<'a> Runner<'a> {
-    fn new(cpu: &'a Cpu, problem: &Problem) -> Result<Self> {
-        let plan = cpu.plan(problem, PlanOptions::default()).map_err(Failure::new)?;
-        Ok(Self { cpu, workspace: machine::workspace(&plan)?, plan })
-    }
-
-    /// Runs every copy once, and checks the answer of the first.
-    fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
-        self.run(&copies[0], out)?;
-        let accumulation = self.plan.accumulation();
-        let nrmse = check(self.plan.problem(), accumulation, &copies[0], out)?;
-        copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
-        Ok(nrmse)
-    }
-
-    /// Seconds of one run.
-    fn run(&mut self, operands: &Operands, out: &mut Buffer) -> Result<f64> {
-        let problem = self.plan.problem();
-        let inputs = operands.inputs(problem)?;
-        let mut outputs = outputs(problem, out)?;
-        let started = Instant::now();
-        self.cpu.run(&self.plan, &inputs, &mut outputs, &mut self.workspace).map_err(Failure::new)?;
-        Ok(started.elapsed().as_secs_f64())
-    }
-}
 
 /// Recomputes a few query rows by definition and returns the error.
 fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out: &Buffer) -> Result<f64> {

@@ -1,29 +1,31 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
-mod device;
 mod group;
 mod measure;
 mod options;
 mod peers;
 mod plot;
 mod rows;
+mod tile;
 
-use crate::failure::Result;
-use crate::machine::Unit;
-use crate::machine::{self, Limit, LimitKind};
+use crate::failure::{Failure, Result};
+use crate::machine::{self, Bound, rate_name};
+use crate::options::Kernels;
 use crate::output::Destination;
 use crate::progress::progress;
 use crate::report::{self, Table};
-use device::{Device, device};
+use flashtile::plan::CpuFacts;
+use flashtile::{Backend, Dtype, Rate, Unit};
 use group::Group;
 use indicatif::ProgressBar;
-use measure::{Measured, measure};
+use measure::{Measured, Planned, measure};
 pub(crate) use options::BenchArgs;
 use options::Group as Asked;
 use peers::Peers;
 use rows::{Kind, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     rows::check_options(args)?;
@@ -31,7 +33,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
 }
 
 fn bench(args: &BenchArgs) -> Result<ExitCode> {
-    let device = device(args)?;
+    let backend = backend(args)?;
     let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
@@ -49,23 +51,24 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     for &kind in kinds {
         for row in rows::rows(args, kind)? {
             // Kernels on different units have different limits.
-            let unit = device.unit(row.problem.dtype());
-            match planned.iter_mut().find(|(k, u, _)| *k == kind && u.limits_as(&unit)) {
+            let unit = unit(&*backend, row.problem.dtype())?;
+            match planned.iter_mut().find(|(k, u, _)| *k == kind && *u == unit) {
                 Some((_, _, rows)) => rows.push(row),
                 None => planned.push((kind, unit, vec![row])),
             }
         }
     }
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;
+    let options = machine::options(None, args.kernels.choice);
     let bench = Bench {
-        device,
+        planner: Planned { backend, options, tile: args.tile },
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
         progress: progress(planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() as u64),
     };
     let mut lines = Vec::new();
     let mut groups = Vec::new();
     if !args.json {
-        bench.print(|| report::line(bench.device.describe()))?;
+        bench.print(|| report::line(described(&*bench.planner.backend)))?;
     }
     for (kind, unit, rows) in planned {
         let group = bench.group(kind, unit, &rows)?;
@@ -94,9 +97,40 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The device, the time and the progress bar of all measurements.
+/// The backend that --backend names, with options that apply to it.
+fn backend(args: &BenchArgs) -> Result<Arc<dyn Backend>> {
+    let name = args.backend.backend();
+    if args.backend.is_auto() || name == "cpu" {
+        let only = |option| Err(Failure::at(option, "applies to the cuda backend only"));
+        return match args {
+            BenchArgs { tile: Some(_), .. } => only("--tile"),
+            _ if args.kernels.choice != Kernels::Auto => only("--kernels"),
+            _ => Ok(Arc::new(machine::cpu(args.cpu)?)),
+        };
+    }
+    if args.cpu.isa.is_some() {
+        return Err(Failure::at("--isa", "applies to the cpu backend only"));
+    }
+    Ok(args.backend.open()?)
+}
+
+/// The unit that computes a dtype.
+fn unit(backend: &dyn Backend, dtype: Dtype) -> Result<Unit> {
+    let what = "expected auto, cpu, cuda or metal: other backends are not measured";
+    backend.unit(dtype).ok_or_else(|| Failure::at("--backend", what))
+}
+
+/// The device in the first line of the output.
+fn described(backend: &dyn Backend) -> String {
+    match backend.facts().of::<CpuFacts>() {
+        Some(facts) => format!("{}, {}", facts.isa, report::counted(facts.threads, "thread")),
+        None => backend.device(),
+    }
+}
+
+/// The planner, the time and the progress bar of all measurements.
 struct Bench {
-    device: Device,
+    planner: Planned,
     min_time: f64,
     progress: ProgressBar,
 }
@@ -111,30 +145,31 @@ impl Bench {
         let row = &rows[0];
         let (kind, dtype, dims) = (row.kind.name(), row.problem.dtype(), row.problem.dims());
         self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, row.length()));
-        let measured = measure(&self.device, rows, self.min_time);
+        let measured = measure(&self.planner, rows, self.min_time);
         self.progress.inc(rows.len() as u64);
         measured
     }
 
     fn group(&self, kind: Kind, unit: Unit, rows: &[Row]) -> Result<Group> {
         let rate = match kind {
-            Kind::Prefill => LimitKind::Arithmetic,
-            Kind::Decode => LimitKind::Bandwidth,
+            Kind::Prefill => Rate::Arithmetic,
+            Kind::Decode => Rate::Bandwidth,
         };
-        let limit = || Limit::measure(rate, &unit);
-        let before = limit()?;
+        let dtype = rows[0].problem.dtype();
+        let bound = || Bound::measure(&*self.planner.backend, rate, dtype);
+        let before = bound()?;
         // Rows that differ only in the cache's layout are compared with each other.
         let rows = rows.chunk_by(Row::differs_in_cache).map(|rows| self.measure(rows));
         let rows = rows.collect::<Result<Vec<_>>>()?.concat();
-        let limit = before.max(limit()?);
-        Ok(Group { kind, unit, limit, rows })
+        let bound = before.max(bound()?);
+        Ok(Group { kind, unit, bound, rows })
     }
 }
 
 fn table(group: &Group, peers: &Peers) -> String {
-    let rate_head = match group.limit.kind {
-        LimitKind::Arithmetic => "GFLOP/s",
-        LimitKind::Bandwidth => "GB/s",
+    let rate_head = match group.bound.rate {
+        Rate::Arithmetic => "GFLOP/s",
+        Rate::Bandwidth => "GB/s",
     };
     let mut head: Vec<String> =
         ["dtype", "d", "heads", "batch", "keys", "cache", "sees", "time", "spread", rate_head, "of limit"]
@@ -149,7 +184,7 @@ fn table(group: &Group, peers: &Peers) -> String {
     let mut table = Table::new(head);
     for measured in &group.rows {
         let (row, dims) = (&measured.row, measured.row.problem.dims());
-        let fraction = group.limit.fraction(&measured.work, measured.seconds());
+        let fraction = group.bound.fraction(&measured.work, measured.seconds());
         let mut cells = vec![
             row.problem.dtype().to_string(),
             match dims.value_dim {
@@ -163,7 +198,7 @@ fn table(group: &Group, peers: &Peers) -> String {
             row.problem.desc().visibility.to_string(),
             report::seconds(measured.seconds()),
             report::percent(measured.spread()),
-            format!("{:.1}", fraction * group.limit.rate / 1e9),
+            format!("{:.1}", fraction * group.bound.limit.per_second / 1e9),
             report::percent(fraction),
         ];
         if has_shared {
@@ -180,12 +215,12 @@ fn table(group: &Group, peers: &Peers) -> String {
         table.push(cells);
     }
     let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
-    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name(), group.limit)
+    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name, group.bound)
 }
 
 /// A row as JSON, with the names that peer rows use.
 fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
-    let (limit, row, seconds) = (group.limit, &measured.row, measured.seconds());
+    let (bound, row, seconds) = (group.bound, &measured.row, measured.seconds());
     let compared = |name: &str| {
         let theirs = peers.seconds(name, row)?;
         Some((name.to_owned(), json!({"seconds": theirs, "ratio": theirs / seconds})))
@@ -194,8 +229,8 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
     let mut json = json!({
         "peer": "flashtile",
         "kernel": measured.kernel,
-        "unit": measured.unit.name(),
-        "threads": measured.unit.threads(),
+        "unit": group.unit.name,
+        "threads": group.unit.threads,
         "host_seconds": measured.host,
         "prepare_seconds": measured.prepare,
         "seconds_apart": measured.apart,
@@ -205,9 +240,9 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "copies": measured.copies,
         "gflops": measured.work.flops / seconds / 1e9,
         "gbytes_per_s": measured.work.bytes / seconds / 1e9,
-        "limit": limit.kind.name(),
-        "limit_per_s": limit.rate,
-        "fraction": limit.fraction(&measured.work, seconds),
+        "limit": rate_name(bound.rate),
+        "limit_per_s": bound.limit.per_second,
+        "fraction": bound.fraction(&measured.work, seconds),
         "nrmse": measured.nrmse,
         "peers": peers,
     });

@@ -1,10 +1,10 @@
 //! The options of `flashtile bench`.
 
 use crate::failure::Failure;
-use crate::options::{Backend, CpuArgs, KernelsArg, backend};
+use crate::options::{CpuArgs, KernelsArg, backend};
 use crate::parse::{count, dtype, window};
 use clap::{Args, ValueEnum};
-use flashtile::{Codec, Dtype, Visibility};
+use flashtile::{BackendName, Codec, Dtype, Visibility};
 use std::path::PathBuf;
 
 /// Measure attention against the limits of this machine
@@ -21,13 +21,13 @@ pub(crate) struct BenchArgs {
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
     /// Backend to measure
-    #[arg(long, value_parser = backend("The cpu", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal]), default_value = "auto")]
-    pub(crate) backend: Backend,
+    #[arg(long, value_parser = backend("The cpu", &["reference", "simulator"]), default_value = "auto")]
+    pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Tile of every CUDA kernel instead of the planner's choice:
     /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS, or wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
-    #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
+    #[arg(long, value_name = "NUMBERS", value_parser = super::tile::tile, hide = true)]
     pub(crate) tile: Option<flashtile::plan::CudaTile>,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,

@@ -12,13 +12,13 @@ pub(super) fn plot(groups: &[Group], destination: &Destination) -> Result<()> {
         for measured in &group.rows {
             let row = &measured.row;
             let visibility = row.problem.desc().visibility;
-            let (kind, unit, limit) = (row.kind.name(), group.unit.name(), group.limit);
-            let title = format!("{kind} on {unit}, {visibility}: fraction of {limit}");
+            let (kind, unit, bound) = (row.kind.name(), &group.unit.name, group.bound);
+            let title = format!("{kind} on {unit}, {visibility}: fraction of {bound}");
             let mut name = format!("{} d{}", row.problem.dtype(), row.problem.dims().head_dim);
             if row.lens().is_some() {
                 name += &format!(" {}", row.layout());
             }
-            let point = (row.length() as f64, limit.fraction(&measured.work, measured.seconds()));
+            let point = (row.length() as f64, bound.fraction(&measured.work, measured.seconds()));
             let (_, lines) = find_or_push(&mut panels, |p| p.0 == title, || (title.clone(), vec![]));
             let line = find_or_push(lines, |l| l.name == name, || Line::named(&name));
             line.points.push(point);

@@ -200,7 +200,7 @@ fn refusals() {
 fn builds_without_the_simulator_say_so() {
     use crate::files::qkv;
     use safetensors::tensor::Dtype;
-    let why = "--backend: this build is without the simulator, \
+    let why = "--backend: this build is without the backend simulator, \
                cargo build --release -p flashtile-cli --features simulator makes one that has it";
     let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 3, 64], &[1, 2, 9, 64], &[1, 2, 9, 64]));
     folder.refuse(&["--backend", "simulator"], why);

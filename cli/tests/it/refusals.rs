@@ -465,7 +465,10 @@ fn other_commands() {
         ),
         (vec!["plan", "--cached", "1:8,2:1x3"], "2 queries in 1 token, expected"),
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
-        (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
+        (
+            vec!["plan", "--backend", "reference", "--splits", "2"],
+            "--splits: 2 splits asked for, expected 1 to 1",
+        ),
         #[cfg(not(target_vendor = "apple"))]
         (vec!["plan", "--backend", "metal"], "--backend: metal needs a system of Apple's"),
         (vec!["plan", "--backend", "metal", "--threads", "1"], "metal has neither --isa nor --threads"),

@@ -65,8 +65,7 @@ fn the_simulator_is_checked() {
 #[test]
 fn the_simulator_refuses_what_would_take_long() {
     let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 600, 64], &[1, 2, 600, 64], &[1, 2, 600, 64]));
-    let why = "more scores than the simulator takes, 600000: 720000; \
-               --backend auto, cpu or reference takes this problem";
+    let why = "720000 scores on the simulator, expected at most 600000";
     folder.refuse(&["--backend", "simulator"], why);
 }
 
@@ -77,9 +76,9 @@ fn options_that_are_refused() {
         &["--backend", "simulator"],
         "keys f32 of 8 and values f32 of 8, expected elements of the dtype of q",
     );
-    let why =
-        "--splits: does not apply to the simulator backend, expected --backend auto, cpu, cuda or metal";
-    folder.refuse(&["--backend", "simulator", "--splits", "2"], why);
+    let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 5, 64], &[1, 2, 5, 64], &[1, 2, 5, 64]));
+    let why = "--splits: 3 splits asked for, expected 1 to 2";
+    folder.refuse(&["--backend", "simulator", "--splits", "3"], why);
 }
 
 #[test]

@@ -15,8 +15,9 @@
 //! | [`inputs`] | tensors of a run, checked against the problem |
 //! | [`block_tables`], [`cache`] | which page holds which token; caches |
 //! | [`codec`] | how rows of keys and values are stored |
-//! | [`isa`], [`plan`] | instruction sets, and the options and refusals that all planners share |
+//! | [`isa`], [`plan`] | instruction sets; plans of any backend, with the options and refusals of planners |
 //! | [`mod@reference`] | attention by definition, in f64 |
+//! | [`human`] | numbers as people read them |
 //! | [`quality`] | how far an answer is from the reference, and the errors of codecs |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -25,6 +26,7 @@ pub mod block_tables;
 pub mod cache;
 pub mod codec;
 pub mod dtype;
+pub mod human;
 pub mod inputs;
 pub mod isa;
 pub mod limits;

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use crate::dtype::{Dtype, Element, MaskKind};
+use half::{bf16, f16};
 use std::marker::PhantomData;
 
 /// Why memory cannot be viewed with a shape.
@@ -467,12 +468,40 @@ impl<'a> TensorViewMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.row(b, h, row), nd * self.dtype.bytes()) }
     }
 
+    /// Writes row `[b, h, row]`, each element rounded once.
+    ///
+    /// # Panics
+    /// As [`TensorViewMut::row_bytes_mut`]; also if there are fewer values than elements.
+    pub fn write_row(&mut self, at: [usize; 3], values: &[f64]) {
+        let (dtype, dim) = (self.dtype, self.shape[3]);
+        let row = self.row_bytes_mut(at).chunks_exact_mut(dtype.bytes());
+        for (slot, &x) in row.zip(&values[..dim]) {
+            match dtype {
+                Dtype::F32 => slot.copy_from_slice(&(x as f32).to_ne_bytes()),
+                Dtype::F16 => slot.copy_from_slice(&f16::from_f32(round_to_odd(x)).to_ne_bytes()),
+                Dtype::BF16 => slot.copy_from_slice(&bf16::from_f32(round_to_odd(x)).to_ne_bytes()),
+            }
+        }
+    }
+
     /// Address of element `[b, h, row, 0]`. Whoever writes to it claims that the element exists and that no other
     /// thread accesses it.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *mut u8 {
         let [sb, sh, sr, _] = self.strides;
         self.ptr.wrapping_add(offset([b, h, row], [sb, sh, sr]).wrapping_mul(self.dtype.bytes()))
     }
+}
+
+/// An f32 that rounds to 16 bits as `x` itself does: of the two neighbours of a number that is no f32, the one with an odd last bit.
+fn round_to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    let error = x - f64::from(nearest);
+    if error == 0.0 || !error.is_finite() {
+        return nearest;
+    }
+    // Towards zero first; the magnitude of an f32 grows with its bits.
+    let is_beyond = (error < 0.0) == (x > 0.0);
+    f32::from_bits((nearest.to_bits() - u32::from(is_beyond)) | 1)
 }
 
 #[derive(Debug, Clone, Copy)]

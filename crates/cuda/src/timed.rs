@@ -55,6 +55,14 @@ impl TimedRun {
         self.run.compute(outputs)
     }
 
+    /// Copies the results of the last run to outputs of the shapes that [`TimedRun::new`] was given, after it has ended.
+    ///
+    /// # Errors
+    /// [`CudaError`] of the run and of copying.
+    pub fn download(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        self.run.download(outputs)
+    }
+
     /// Launches a run.
     ///
     /// # Errors

@@ -51,7 +51,7 @@ fn compute(gpu: &Gpu, facts: MetalFacts, dims: Dims) -> Result<(), String> {
     desc.q_offset = Some(QOffset::BottomRight);
     let inputs = Inputs::new(q.view(), k.view(), v.view());
     let mut out = OwnedTensor::zeros(Dtype::F16, dims.out_shape()).map_err(said)?;
-    let mut session = Session::new(gpu.clone(), PortableEngine::new(facts));
+    let mut session = Session::new(gpu.clone(), PortableEngine::new(facts.0));
     let computed = session.compute(&desc, &inputs, &mut Outputs::new(out.view_mut()));
     computed.map_err(|error| error.to_string())?;
     let problem = desc.validate().map_err(|error| error.to_string())?;

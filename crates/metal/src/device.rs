@@ -104,7 +104,7 @@ impl Metal {
     /// [`Metal::session`] with options of the planner.
     #[must_use]
     pub fn session_with(&self, options: PlanOptions) -> Session {
-        Session::new(self.gpu.clone(), PortableEngine::with_options(self.facts, options))
+        Session::new(self.gpu.clone(), PortableEngine::with_options(self.facts.0, options))
     }
 
     /// An empty cache in the device's memory, whose pools are zero. Its operations follow each other, and the runs of sessions, on the

@@ -1,12 +1,32 @@
 //! Facts of Apple's GPUs.
 
 use flashtile_gpu::facts::GpuFacts;
-use flashtile_gpu::machines::M1;
+use flashtile_gpu::machines::{self, M1};
+use std::ops::Deref;
 
-pub use flashtile_gpu::machines::ALL_APPLE;
+/// The facts that the planner needs about one of Apple's GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct MetalFacts(pub GpuFacts);
 
-/// The facts that a planner knows about a device.
-pub type MetalFacts = GpuFacts;
+impl Deref for MetalFacts {
+    type Target = GpuFacts;
+
+    fn deref(&self) -> &GpuFacts {
+        &self.0
+    }
+}
+
+/// Apple's GPUs by the names that they have in golden plans.
+pub const ALL_APPLE: [(&str, MetalFacts); machines::ALL_APPLE.len()] = {
+    let mut all = [("", MetalFacts(M1)); machines::ALL_APPLE.len()];
+    let mut at = 0;
+    while at < all.len() {
+        all[at] = (machines::ALL_APPLE[at].0, MetalFacts(machines::ALL_APPLE[at].1));
+        at += 1;
+    }
+    all
+};
 
 /// GPU cores of the chips with the most cores that are sold under a name, longest names first. Metal does not tell the number: chips
 /// with fewer cores get more threadgroups than they hold at a time, which costs at most one of them.
@@ -51,7 +71,7 @@ const CORES: [(&str, usize); 25] = [
 #[must_use]
 pub fn facts_of(name: &str, threads_per_group: usize, shared_per_group: usize) -> Option<MetalFacts> {
     let cores = CORES.iter().find(|(chip, _)| name.starts_with(chip)).map(|(_, cores)| *cores)?;
-    Some(GpuFacts { cores, threads_per_group, shared_per_group, ..M1 })
+    Some(MetalFacts(GpuFacts { cores, threads_per_group, shared_per_group, ..M1 }))
 }
 
 #[cfg(test)]

@@ -36,6 +36,7 @@
 
 mod facts;
 mod plan;
+mod planner;
 
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod check;

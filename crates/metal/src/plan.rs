@@ -15,22 +15,6 @@ pub struct MetalPlan {
     plan: Box<Plan>,
 }
 
-/// The plan's names and sizes, for logs and tools. There is no way back: plan again from the description and the options.
-#[cfg(feature = "serde")]
-impl serde::Serialize for MetalPlan {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        use serde::ser::SerializeStruct;
-        let mut plan = serializer.serialize_struct("MetalPlan", 6)?;
-        plan.serialize_field("kernel", &self.kernel())?;
-        plan.serialize_field("threadgroups", &self.task_count())?;
-        plan.serialize_field("splits", &self.splits())?;
-        plan.serialize_field("workspace_bytes", &self.workspace_bytes())?;
-        plan.serialize_field("problem", self.problem().desc())?;
-        plan.serialize_field("options", &self.options)?;
-        plan.end()
-    }
-}
-
 impl MetalPlan {
     /// Plans a problem for a device. Pure; cost `O(threadgroups)`.
     ///
@@ -87,6 +71,12 @@ impl MetalPlan {
     #[must_use]
     pub const fn options(&self) -> PlanOptions {
         self.options
+    }
+
+    /// The plan of the portable kernels.
+    #[cfg(any(target_vendor = "apple", metal_standin))]
+    pub(crate) const fn portable(&self) -> &Plan {
+        &self.plan
     }
 
     /// Name of the kernel: `metal-prefill-f16-d128-portable`.

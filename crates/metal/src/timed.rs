@@ -2,15 +2,14 @@
 
 use crate::device::Metal;
 use crate::error::MetalError;
+use crate::plan::MetalPlan;
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_core::plan::PlanOptions;
-use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
-use flashtile_gpu::engine::{Engine, PortableEngine};
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::uploaded_run::UploadedRun;
 use flashtile_kernel::metal::{Error, Gpu};
 
-/// A problem with copies of its tensors in a device's memory, to be measured.
+/// A plan with copies of its tensors in a device's memory, to be measured.
 #[derive(Debug)]
 pub struct TimedRun {
     run: UploadedRun<PortableEngine<Gpu>>,
@@ -23,14 +22,12 @@ impl TimedRun {
     /// [`MetalError`].
     pub fn new(
         metal: &Metal,
-        problem: &Problem,
-        options: PlanOptions,
+        plan: &MetalPlan,
         inputs: &Inputs<'_>,
         outputs: &Outputs<'_>,
     ) -> Result<Self, MetalError> {
-        let session = metal.session_with(options);
-        let plan = session.engine().plan(problem)?;
-        Ok(Self { run: UploadedRun::new(session, plan, inputs, outputs)? })
+        let session = metal.session_with(plan.options());
+        Ok(Self { run: UploadedRun::new(session, plan.portable().clone(), inputs, outputs)? })
     }
 
     /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
@@ -39,6 +36,14 @@ impl TimedRun {
     /// [`MetalError`] of the run.
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), MetalError> {
         self.run.compute(outputs)
+    }
+
+    /// Copies the results of the last run to outputs of the shapes that [`TimedRun::new`] was given, after it has ended.
+    ///
+    /// # Errors
+    /// [`MetalError`] of the run and of copying.
+    pub fn download(&self, outputs: &mut Outputs<'_>) -> Result<(), MetalError> {
+        self.run.download(outputs)
     }
 
     /// Launches a run.

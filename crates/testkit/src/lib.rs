@@ -30,6 +30,7 @@ mod poison;
 mod random;
 mod rng;
 mod run;
+mod runners;
 mod sets;
 #[cfg(feature = "simulator")]
 mod simulator;
@@ -51,6 +52,7 @@ pub use run::{
     Answer, CaseResult, CpuRunner, Failure, Outcome, Prepared, RunReport, Runner, RunnerError, conformance,
     run_case,
 };
+pub use runners::{RunnerOptions, runners};
 pub use sets::AttentionSet;
 #[cfg(feature = "simulator")]
 pub use simulator::SimulatorRunner;

@@ -228,6 +228,20 @@ impl Problem {
         2.0 * (d.head_dim + d.value_dim) as f64 * self.all_pairs() as f64 * d.q_heads as f64
     }
 
+    /// Bytes of a key and a value of one head, as they are stored.
+    #[must_use]
+    pub fn kv_row_bytes(&self) -> usize {
+        let dims = self.dims();
+        self.k_codec().row_bytes(dims.head_dim) + self.v_codec().row_bytes(dims.value_dim)
+    }
+
+    /// Bytes of the keys and values that some query row sees, each once. Cost: `O(sequences + rows that see no key)`.
+    #[must_use]
+    pub fn kv_bytes(&self) -> f64 {
+        let keys = self.sequences.iter().map(|s| self.visible_union(s, 0..s.q_len).len() as f64);
+        keys.sum::<f64>() * (self.dims().kv_heads * self.kv_row_bytes()) as f64
+    }
+
     /// Shape to which a mask must broadcast: `[sequences, q_heads, longest q_len, longest kv_len]`. For dense problems
     /// this is `[batch, q_heads, q_len, kv_len]`.
     #[must_use]

@@ -70,26 +70,6 @@ pub struct CpuPlan {
     workspace_bytes: usize,
 }
 
-/// What the plan follows from, and what follows from it: kernel, instruction set, threads, sizes of tiles, workspace, the
-/// description and the options.
-#[cfg(feature = "serde")]
-impl serde::Serialize for CpuPlan {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        use serde::ser::SerializeStruct;
-        let mut plan = serializer.serialize_struct("CpuPlan", 9)?;
-        plan.serialize_field("kernel", &self.kernel())?;
-        plan.serialize_field("isa", self.isa.name())?;
-        plan.serialize_field("threads", &self.threads)?;
-        plan.serialize_field("block_k", &self.block_k)?;
-        plan.serialize_field("tile_rows", &self.tile_rows)?;
-        plan.serialize_field("task_rows", &self.task_rows)?;
-        plan.serialize_field("workspace_bytes", &self.workspace_bytes)?;
-        plan.serialize_field("problem", self.problem.desc())?;
-        plan.serialize_field("options", &self.options)?;
-        plan.end()
-    }
-}
-
 impl CpuPlan {
     /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, where a row counts once more for
     /// each prefix that it has in common with others.

@@ -12,6 +12,7 @@
 mod cpu_plan;
 mod facts;
 pub mod machines;
+mod planner;
 mod schedule;
 mod sizes;
 

@@ -24,22 +24,6 @@ pub(crate) enum PlannedKernels {
     Portable(Box<Portable>),
 }
 
-/// The plan's names, sizes and estimates, for logs and tools. There is no way back: plan again from the description and the
-/// options.
-#[cfg(feature = "serde")]
-impl serde::Serialize for CudaPlan {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        use serde::ser::SerializeStruct;
-        let mut plan = serializer.serialize_struct("CudaPlan", 5)?;
-        plan.serialize_field("kernel", &self.kernel())?;
-        plan.serialize_field("kernels", &self.kernels().collect::<Vec<_>>())?;
-        plan.serialize_field("workspace_bytes", &self.workspace_bytes())?;
-        plan.serialize_field("problem", self.problem.desc())?;
-        plan.serialize_field("options", &self.options)?;
-        plan.end()
-    }
-}
-
 impl CudaPlan {
     /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`. Native kernels read elements of the problem's
     /// dtype; over other elements and over codes the portable ones run.

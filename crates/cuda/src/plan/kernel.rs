@@ -77,27 +77,6 @@ impl std::fmt::Display for CudaKernel {
     }
 }
 
-/// Its name, and how a block of threads divides its work.
-#[cfg(feature = "serde")]
-impl serde::Serialize for CudaKernel {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        use serde::ser::SerializeStruct;
-        let tile = self.tile();
-        let mut kernel = serializer.serialize_struct("CudaKernel", 7)?;
-        kernel.serialize_field("kernel", &self.to_string())?;
-        kernel.serialize_field("tile_rows", &tile.rows())?;
-        kernel.serialize_field("block_k", &tile.keys())?;
-        kernel.serialize_field("threads", &tile.threads())?;
-        kernel.serialize_field("resident", &tile.resident())?;
-        kernel.serialize_field("shared_bytes", &self.shared_bytes())?;
-        match tile.stages() {
-            Some(stages) => kernel.serialize_field("stages", &stages)?,
-            None => kernel.skip_field("stages")?,
-        }
-        kernel.end()
-    }
-}
-
 /// How a block of threads of a [`CudaKernel`] divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

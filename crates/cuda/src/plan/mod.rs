@@ -21,6 +21,7 @@ mod launch;
 pub mod machines;
 mod native;
 mod native_kernel;
+mod planner;
 mod portable;
 mod schedule;
 mod sm80;

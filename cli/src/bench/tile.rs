@@ -1,45 +1,29 @@
-//! The CUDA device for commands.
+//! Tiles of CUDA kernels as text, for `bench --tile`.
 
 use crate::failure::{Failure, Result};
-use crate::machine;
-use crate::options::Kernels;
-use flashtile::cuda::Cuda;
-use flashtile::plan::{CudaTile, PortableTile, Sm80Tile, Sm90Tile};
-use flashtile::{CudaPlan, Problem, Unsupported};
-#[cfg(feature = "check")]
-use flashtile_testkit::{CudaRunner, Runner};
+use flashtile::plan::{AnyFacts, AnyPlan, CudaFacts, CudaTile, PortableTile, Sm80Tile, Sm90Tile};
+use flashtile::{CudaPlan, PlanOptions, Problem};
 
-/// The device of a number.
-pub(crate) fn device(ordinal: usize) -> Result<Cuda> {
-    Ok(Cuda::new(ordinal)?)
-}
-
-/// Every device of this machine, or why it cannot be used, in the order of their numbers.
-pub(crate) fn devices() -> Result<Vec<Result<Cuda>>> {
-    Ok((0..Cuda::count()?).map(device).collect())
-}
-
-/// The device with aligned tensors, and with tensors at odd addresses.
-#[cfg(feature = "check")]
-pub(crate) fn runners(cuda: Cuda, exact: bool, kernels: Kernels) -> Vec<Box<dyn Runner>> {
-    let runner = CudaRunner::new(cuda).exact(exact).with(machine::options(None, kernels));
-    vec![Box::new(runner.clone()), Box::new(runner.odd())]
-}
-
-/// The compiler, and the folder of compiled kernels.
-pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
-    let ((major, minor), place) = cuda.compiler()?;
-    let kept = match cuda.cache_folder() {
-        Some(folder) => format!("kernels are kept in {}", folder.display()),
-        None => "kernels are not kept".to_owned(),
-    };
-    Ok(format!("NVRTC {major}.{minor} ({place}); {kept}"))
+/// A plan with a tile that the planner does not choose.
+///
+/// # Errors
+/// If the facts are not a CUDA device's, or no kernel has the tile.
+pub(super) fn plan(
+    problem: &Problem,
+    facts: &AnyFacts,
+    options: PlanOptions,
+    tile: CudaTile,
+) -> Result<AnyPlan> {
+    let only = || Failure::at("--tile", "applies to the cuda backend only");
+    let facts: &CudaFacts = facts.of().ok_or_else(only)?;
+    let plan = CudaPlan::with_tile(problem, facts, options, tile).map_err(Failure::new)?;
+    Ok(AnyPlan::new(*facts, plan))
 }
 
 /// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG`; or
 /// `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of prefill from 64 rows on, which decode does not have, or where the SIMD groups of a
 /// team follow, and 1 for one block of keys and values.
-pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
+pub(super) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
     if let Some(numbers) = text.strip_prefix("wgmma:") {
         return wgmma_tile(numbers);
     }
@@ -75,28 +59,5 @@ fn wgmma_tile(numbers: &str) -> std::result::Result<CudaTile, String> {
             Ok(Sm90Tile::new(warpgroups, keys, stages).with_ping_pong(ping_pong != 0).into())
         }
         _ => Err("expected four whole numbers after wgmma: warpgroups, keys, stages and ping-pong (0 or 1), as in wgmma:2,128,2,1".to_owned()),
-    }
-}
-
-/// How plans are made.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Tuning {
-    pub(crate) kernels: Kernels,
-    pub(crate) tile: Option<CudaTile>,
-}
-
-impl Tuning {
-    pub(crate) fn plan(self, problem: &Problem, cuda: &Cuda) -> std::result::Result<CudaPlan, Unsupported> {
-        let options = machine::options(None, self.kernels);
-        match self.tile {
-            Some(tile) => CudaPlan::with_tile(problem, cuda.facts(), options, tile),
-            None => CudaPlan::new(problem, cuda.facts(), options),
-        }
-    }
-}
-
-impl From<flashtile::cuda::CudaError> for Failure {
-    fn from(error: flashtile::cuda::CudaError) -> Self {
-        Self::new(error)
     }
 }

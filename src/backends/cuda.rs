@@ -1,0 +1,164 @@
+//! CUDA devices.
+
+use super::own_plan::plan_of;
+use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+use crate::error::{Error, Result};
+use crate::presence::Presence;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::{Inputs, Outputs, RunError};
+use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
+use flashtile_cuda::limits::{self, ProductUnit};
+use flashtile_cuda::plan::machines;
+use flashtile_cuda::{Cuda, CudaError, Gpu};
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(crate) fn count() -> Result<usize> {
+    match Cuda::count()? {
+        // Opening the first device says so.
+        0 => Ok(1),
+        count => Ok(count),
+    }
+}
+
+pub(crate) fn open(device: usize) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(shared(device)?))
+}
+
+/// The device of a number, which all callers of the process share with its kernels.
+fn shared(device: usize) -> std::result::Result<Cuda, CudaError> {
+    Cuda::shared(&Gpu::primary_context(device).map_err(CudaError::Device)?)
+}
+
+/// The first device, if it starts and kernels can be compiled for it.
+pub(crate) fn candidate() -> Option<Presence> {
+    if cfg!(target_vendor = "apple") {
+        return None;
+    }
+    let cuda = match shared(0) {
+        Ok(cuda) => cuda,
+        Err(CudaError::Unsupported(why)) => {
+            return Some(Presence::Absent { why: format!("CUDA device 0 cannot be used: {why}") });
+        }
+        Err(other) => return Some(Presence::Absent { why: other.to_string() }),
+    };
+    Some(match cuda.compiler() {
+        Ok(_) => Presence::Present { name: cuda.name().to_owned(), facts: AnyFacts::new(*cuda.facts()) },
+        Err(why) => Presence::Absent { why: format!("{} cannot be used: {why}", cuda.name()) },
+    })
+}
+
+pub(crate) fn known() -> Vec<(&'static str, AnyFacts)> {
+    machines::ALL_CUDA.iter().map(|(name, facts)| (*name, AnyFacts::new(*facts))).collect()
+}
+
+impl Backend for Cuda {
+    fn name(&self) -> String {
+        match self.context().ordinal() {
+            0 => "cuda".to_owned(),
+            device => format!("cuda:{device}"),
+        }
+    }
+
+    fn device(&self) -> String {
+        self.name().to_owned()
+    }
+
+    fn describe(&self) -> String {
+        let (major, minor) = self.facts().capability;
+        let kept = match self.cache_folder() {
+            Some(folder) => format!("kernels are kept in {}", folder.display()),
+            None => "kernels are not kept".to_owned(),
+        };
+        let compiler = match self.compiler() {
+            Ok(((major, minor), place)) => format!("NVRTC {major}.{minor} ({place}); {kept}"),
+            Err(why) => why.to_string(),
+        };
+        let (name, multiprocessors) = (self.name(), self.facts().multiprocessors);
+        format!("{name}, compute capability {major}.{minor}, {multiprocessors} multiprocessors; {compiler}")
+    }
+
+    fn facts(&self) -> AnyFacts {
+        AnyFacts::new(*self.facts())
+    }
+
+    fn prepare(&self, plan: &AnyPlan) -> Result<()> {
+        let stream = self.context().new_stream().map_err(CudaError::driver("a stream"))?;
+        self.prepare(plan_of(plan)?, &stream)?;
+        Ok(())
+    }
+
+    fn session(&self, options: PlanOptions) -> Result<Box<dyn HostSession>> {
+        let stream = self.context().new_stream().map_err(CudaError::driver("a stream"))?;
+        Ok(Box::new(self.session_with(&stream, options)))
+    }
+
+    fn timed<'t>(
+        &'t self,
+        plan: &'t AnyPlan,
+        inputs: &[Inputs<'t>],
+        outputs: &Outputs<'_>,
+    ) -> Result<Box<dyn TimedRun + 't>> {
+        let missing = RunError::Length { tensor: "inputs", expected: 1, got: 0 };
+        let inputs = inputs.first().ok_or(missing)?;
+        Ok(Box::new(flashtile_cuda::TimedRun::new(self, plan_of(plan)?, inputs, outputs)?))
+    }
+
+    fn unit(&self, dtype: Dtype) -> Option<Unit> {
+        let name = self.name().to_owned();
+        Some(Unit { name, threads: None, dtype: Some(dtype), max_intensity: 1000.0 })
+    }
+
+    fn limit(&self, rate: Rate, dtype: Dtype) -> Result<Limit> {
+        Ok(match rate {
+            Rate::Arithmetic => {
+                let peak = limits::matrix_peak(self, dtype)?;
+                let by = match peak.unit {
+                    ProductUnit::Wgmma => "wgmma",
+                    ProductUnit::MmaSync => "mma.sync",
+                    _ => "FMA",
+                };
+                Limit { per_second: peak.rate, by }
+            }
+            Rate::Bandwidth => Limit { per_second: limits::read_bandwidth(self)?, by: "read" },
+        })
+    }
+}
+
+/// Launches whose host time is measured.
+const LAUNCHES: usize = 100;
+
+impl TimedRun for flashtile_cuda::TimedRun {
+    fn launch(&mut self, _: &mut Outputs<'_>) -> Result<()> {
+        Ok(self.launch()?)
+    }
+
+    fn seconds(&mut self, _: &mut Outputs<'_>) -> Result<f64> {
+        Ok(self.seconds()?)
+    }
+
+    fn download(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
+        Ok(Self::download(self, outputs)?)
+    }
+
+    fn host_seconds(&mut self) -> Result<Option<f64>> {
+        let started = Instant::now();
+        (0..LAUNCHES).try_for_each(|_| self.launch())?;
+        let seconds = started.elapsed().as_secs_f64() / LAUNCHES as f64;
+        self.wait()?;
+        Ok(Some(seconds))
+    }
+}
+
+impl From<CudaError> for Error {
+    fn from(error: CudaError) -> Self {
+        match error {
+            CudaError::Problem(error) => Self::Problem(error),
+            CudaError::Unsupported(error) => Self::Unsupported(error),
+            CudaError::Inputs(error) => Self::Run(error),
+            CudaError::View(error) => error.into(),
+            CudaError::KvCache(error) => Self::Cache(error),
+            error => Self::device(error),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! What the backends of GPUs have in common: sessions over host tensors, and errors.
+
+use crate::backend::HostSession;
+use crate::error::{Error, Result};
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::problem::ProblemDesc;
+use flashtile_gpu::SessionError;
+use flashtile_gpu::cache::StoreError;
+use flashtile_gpu::engine::Engine;
+use flashtile_gpu::session::Session;
+use std::error::Error as StdError;
+use std::fmt;
+
+impl<E> HostSession for Session<E>
+where
+    E: Engine + fmt::Debug,
+    E::Device: fmt::Debug,
+    Error: From<E::Error>,
+{
+    fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+        Ok(self.compute(desc, inputs, outputs)?)
+    }
+}
+
+impl<E: StdError + Send + Sync + 'static> From<SessionError<E>> for Error {
+    fn from(error: SessionError<E>) -> Self {
+        match error {
+            SessionError::Problem(error) => Self::Problem(error),
+            SessionError::Unsupported(error) => Self::Unsupported(error),
+            SessionError::Inputs(error) => Self::Run(error),
+            SessionError::View(error) => error.into(),
+            error => Self::device(error),
+        }
+    }
+}
+
+impl<E: StdError + Send + Sync + 'static> From<StoreError<E>> for Error {
+    fn from(error: StoreError<E>) -> Self {
+        match error.into_session() {
+            Ok(error) => error.into(),
+            Err(error) => Self::Cache(error),
+        }
+    }
+}

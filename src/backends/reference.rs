@@ -1,0 +1,164 @@
+//! The reference: attention by definition, in f64 on one thread.
+
+use super::own_plan::plan_of;
+use crate::backend::{Backend, HostSession, TimedRun};
+use crate::error::{Error, Result};
+use flashtile_core::inputs::{self, Inputs, Outputs};
+use flashtile_core::plan::{
+    AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
+};
+use flashtile_core::problem::{Problem, ProblemDesc, Sequence};
+use flashtile_core::quality::Accumulation;
+use flashtile_core::reference;
+use std::fmt;
+use std::sync::Arc;
+
+pub(crate) fn open(_: usize) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(Reference))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Reference;
+
+/// One loop over everything.
+#[derive(Debug, Clone, PartialEq)]
+struct ReferencePlan {
+    problem: Problem,
+    options: PlanOptions,
+}
+
+impl fmt::Display for ReferencePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} workspace 0", self.kernel())
+    }
+}
+
+impl Plan for ReferencePlan {
+    fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    fn options(&self) -> PlanOptions {
+        self.options
+    }
+
+    fn kernel(&self) -> String {
+        let (dtype, dims) = (self.problem.dtype(), self.problem.dims());
+        let value =
+            if dims.value_dim == dims.head_dim { String::new() } else { format!("x{}", dims.value_dim) };
+        format!("reference-{dtype}-d{}{value}", dims.head_dim)
+    }
+
+    fn tile(&self, _: &Sequence) -> TileSize {
+        TileSize { rows: 1, keys: 1 }
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation::F32
+    }
+}
+
+impl Facts for Reference {
+    type Plan = ReferencePlan;
+
+    const BACKEND: &'static str = "reference";
+
+    fn plan(
+        &self,
+        problem: &Problem,
+        options: PlanOptions,
+    ) -> std::result::Result<ReferencePlan, Unsupported> {
+        if options.kernels != KernelChoice::Auto {
+            return Err(Unsupported::Kernels { asked: options.kernels });
+        }
+        match options.splits {
+            Some(got) if got != 1 => Err(Unsupported::Splits { got, max: 1 }),
+            _ => Ok(ReferencePlan { problem: problem.clone(), options }),
+        }
+    }
+
+    /// A multiply-add in f64 takes a nanosecond.
+    fn rates(&self, _: &ReferencePlan) -> Rates {
+        Rates { start: 0.0, copy: f64::INFINITY, flops: 2e9, bandwidth: f64::INFINITY }
+    }
+
+    fn explain(&self, plan: &ReferencePlan) -> Explanation {
+        Explanation {
+            machine: "f64, 1 thread".to_owned(),
+            lines: vec![("kernel", format!("{}: a loop over rows and keys", plan.kernel()))],
+            fields: Vec::new(),
+        }
+    }
+}
+
+impl Backend for Reference {
+    fn name(&self) -> String {
+        Self::BACKEND.to_owned()
+    }
+
+    fn describe(&self) -> String {
+        "scalar f64, one thread".to_owned()
+    }
+
+    fn facts(&self) -> AnyFacts {
+        AnyFacts::new(*self)
+    }
+
+    fn session(&self, options: PlanOptions) -> Result<Box<dyn HostSession>> {
+        Ok(Box::new(ReferenceSession { options }))
+    }
+
+    fn timed<'t>(
+        &'t self,
+        plan: &'t AnyPlan,
+        inputs: &[Inputs<'t>],
+        _: &Outputs<'_>,
+    ) -> Result<Box<dyn TimedRun + 't>> {
+        let plan: &ReferencePlan = plan_of(plan)?;
+        Ok(Box::new(ReferenceRun { problem: &plan.problem, inputs: inputs.to_vec() }))
+    }
+}
+
+#[derive(Debug)]
+struct ReferenceSession {
+    options: PlanOptions,
+}
+
+impl HostSession for ReferenceSession {
+    fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+        let plan = Facts::plan(&Reference, &desc.clone().validate()?, self.options)?;
+        compute(&plan.problem, inputs, outputs)
+    }
+}
+
+struct ReferenceRun<'t> {
+    problem: &'t Problem,
+    inputs: Vec<Inputs<'t>>,
+}
+
+impl TimedRun for ReferenceRun<'_> {
+    fn launch(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
+        self.inputs.first().map_or(Ok(()), |inputs| compute(self.problem, inputs, outputs))
+    }
+}
+
+/// Computes in f64 and rounds once.
+fn compute(problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+    inputs::check(problem, inputs, outputs)?;
+    let answer = reference::attention(problem, inputs).map_err(Error::Run)?;
+    let [batch, heads, rows, dim] = outputs.out.shape();
+    if dim > 0 {
+        let mut values = answer.out.chunks_exact(dim);
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            for (row, values) in (0..rows).zip(&mut values) {
+                outputs.out.write_row([b, h, row], values);
+            }
+        }
+    }
+    if let Some(lse) = &mut outputs.lse {
+        for (slot, &x) in lse.iter_mut().zip(&answer.lse) {
+            *slot = x as f32;
+        }
+    }
+    Ok(())
+}

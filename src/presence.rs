@@ -1,0 +1,26 @@
+//! Whether a device can be used.
+
+use flashtile_core::plan::AnyFacts;
+
+/// A device, or why there is none.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Presence {
+    /// The build lacks the cargo feature of the backend.
+    NotBuilt {
+        /// The feature.
+        feature: &'static str,
+    },
+    /// The machine has no device that can be used.
+    Absent {
+        /// The reason, in the words of whatever found it out.
+        why: String,
+    },
+    /// A device that can be used.
+    Present {
+        /// The device's own name.
+        name: String,
+        /// Its facts.
+        facts: AnyFacts,
+    },
+}
