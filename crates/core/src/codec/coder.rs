@@ -19,8 +19,8 @@ pub(super) type Destination<'a> = (&'a mut [u8], usize, usize);
 /// Rows to read: the page of one head, its number of tokens, and the rows.
 pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
 
-/// Large steps of a row, compiled once for an instruction set and called where they are used. Sets for which they have the same code share
-/// them.
+/// The large steps of a row: compiled once per instruction set, and called rather than inlined. Instruction sets with
+/// the same code share them.
 pub(super) trait RowSteps: Ops + Rotate {
     /// [`Mlx::encode`].
     fn encode_mlx(mlx: &Mlx, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]);
@@ -43,7 +43,7 @@ pub struct Coder {
     pub(super) scheme: Scheme,
 }
 
-/// What a codec stores for a vector.
+/// The stored form of a vector.
 #[derive(Debug, Clone)]
 pub(super) enum Scheme {
     /// e4m3 values and a scale.
@@ -54,7 +54,7 @@ pub(super) enum Scheme {
 }
 
 impl Coder {
-    /// `None` for codecs of plain elements. The codec must support the dimension.
+    /// The coder of a codec for rows of `dim` elements, which the codec must support; `None` for codecs of plain elements.
     pub fn new(codec: Codec, dim: usize) -> Option<Self> {
         debug_assert!(codec.supports(dim), "{codec} of {dim}");
         let _env = FloatEnv::ieee();
@@ -72,7 +72,7 @@ impl Coder {
         Some(Self { dim, format, scheme })
     }
 
-    /// Where the bytes of a row lie in a page.
+    /// The layout of a row's bytes in a page.
     #[must_use]
     pub const fn format(&self) -> &RowLayout {
         &self.format
@@ -95,12 +95,12 @@ impl Coder {
         }
     }
 
-    /// Whether products with codes are integers.
+    /// Returns true if products with codes are integers.
     pub const fn is_integer(&self) -> bool {
         matches!(self.scheme, Scheme::Integers(_))
     }
 
-    /// Whether codes are e4m3 values.
+    /// Returns true if codes are e4m3 values.
     pub const fn is_fp8(&self) -> bool {
         matches!(self.scheme, Scheme::Fp8)
     }
@@ -124,8 +124,7 @@ impl Coder {
         O::write(&self.format, codes, scale, to);
     }
 
-    /// Decodes rows of a page in the rotated domain, if the codec rotates: values of codes times the scale. `x` is
-    /// `[rows, stride]`.
+    /// Decodes rows of a page: values of codes times the scale, in the rotated domain if the codec rotates. `x` is `[rows, stride]`.
     #[inline(always)]
     pub(super) fn decode_rotated<O: RowSteps>(
         &self,
@@ -166,7 +165,7 @@ impl Coder {
     }
 }
 
-/// For a codec with levels: the level nearest to each number of half-levels, and 256 times its index.
+/// The level nearest to each number of half-levels, plus 256 times its index; `None` for codecs without levels.
 pub fn nearest_levels(codec: Codec) -> Option<[u32; 256]> {
     let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
     let levels = Codebook::of(bits);
@@ -178,11 +177,11 @@ pub fn e4m3(x: f32) -> u8 {
     fp8::from_f32(x)
 }
 
-/// e4m3 codes and scale of a vector.
+/// Encodes a vector as e4m3 codes and returns its scale.
 #[inline(always)]
 pub(super) fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     let amax = greatest(x);
-    // The scale as stored, so that its rounding does not add to the error of the elements.
+    // Elements are divided by the scale as it is stored, so that its rounding does not add to their error.
     let scale = f16::from_f32(amax * (FP8_SCALE_UNIT / fp8::MAX));
     if scale == f16::ZERO {
         codes.fill(0);
@@ -195,7 +194,7 @@ pub(super) fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     scale
 }
 
-/// Signed bytes times a factor.
+/// Multiplies signed bytes by a factor.
 #[inline(always)]
 fn widen(codes: &[u8], factor: f32, x: &mut [f32]) {
     for (x, code) in x.iter_mut().zip(codes) {

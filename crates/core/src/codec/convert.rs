@@ -8,8 +8,8 @@ use half::{bf16, f16};
 /// Elements per step.
 const BLOCK: usize = 64;
 
-/// Converts a row. Equal types are copied bit by bit; others go through f32, which is exact for each of them, so that
-/// at most one rounding happens. A NaN stays a NaN.
+/// Converts a row. Equal types are copied bit by bit; others go through f32, which holds each of them exactly, so there is at most one
+/// rounding. A NaN stays a NaN.
 pub fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
     if from == to {
         into.copy_from_slice(row);
@@ -24,13 +24,13 @@ pub fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
     }
 }
 
-/// A row as f32.
+/// Widens a row to f32.
 pub fn to_f32(from: Dtype, row: &[u8], into: &mut [f32]) {
     let _env = FloatEnv::ieee();
     widen(from, row, into);
 }
 
-/// A row from f32, rounded to nearest even.
+/// Converts a row from f32, rounding to nearest even.
 pub fn from_f32(row: &[f32], to: Dtype, into: &mut [u8]) {
     let _env = FloatEnv::ieee();
     for (row, into) in row.chunks(BLOCK).zip(into.chunks_mut(BLOCK * to.bytes())) {
@@ -38,7 +38,7 @@ pub fn from_f32(row: &[f32], to: Dtype, into: &mut [u8]) {
     }
 }
 
-/// A row as f32, as a loop that is compiled for the caller's instruction set.
+/// Widens a row to f32, in a loop that is compiled for the caller's instruction set.
 #[inline(always)]
 pub(super) fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
     match from {
@@ -63,14 +63,14 @@ pub(super) fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
 /// The value of an f16's bits.
 #[inline(always)]
 fn widen_f16(half: u16) -> f32 {
-    // The difference of the exponent biases as a factor, which also makes subnormal values normal.
+    // The factor is 2 to the difference of the exponent biases; multiplying by it also makes subnormal values normal.
     const BIAS: f32 = f32::from_bits((127 + 127 - 15) << 23);
     let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
     let infinite = if half & 0x7c00 == 0x7c00 { 0xff << 23 } else { 0 };
     f32::from_bits(magnitude.to_bits() | infinite | u32::from(half & 0x8000) << 16)
 }
 
-/// At most [`BLOCK`] elements from f32.
+/// Converts at most [`BLOCK`] elements from f32.
 fn store(block: &[f32], to: Dtype, bytes: &mut [u8]) {
     let n = block.len();
     match to {

@@ -1,5 +1,5 @@
-//! Encoder, decoder and rotation compiled for each instruction set, with the same bytes from all: products are
-//! integers, and sums of f32 have a fixed order.
+//! The encoder, decoder and rotation, compiled for each instruction set. All give the same bytes: products are integers, and f32 sums have
+//! a fixed order.
 
 #![allow(unsafe_code, reason = "a token proves that the machine has the instructions")]
 
@@ -33,7 +33,7 @@ pub(super) fn store(token: IsaToken, job: &mut EncodeJob<'_>) {
     unsafe { (functions(token).store)(job) }
 }
 
-/// Head and row of the first token that cannot be stored, in the lowest head with one.
+/// Head and row of the first token that cannot be stored, in the lowest head that has such a token.
 pub(super) fn first_refused(token: IsaToken, rows: &SourceRows<'_>) -> Option<[usize; 2]> {
     let _env = FloatEnv::ieee();
     // SAFETY: as above.
@@ -70,7 +70,7 @@ pub fn unrotate(token: IsaToken, rotation: &Rotation, y: &mut [f32]) {
     unsafe { (functions(token).unrotate)(rotation, y) }
 }
 
-/// The functions of the most capable instruction set that codecs are compiled for and that the token's contains.
+/// The functions of the most capable compiled instruction set that the token's instruction set contains.
 #[inline]
 fn functions(token: IsaToken) -> &'static Functions {
     token.count();
@@ -87,7 +87,7 @@ fn functions(token: IsaToken) -> &'static Functions {
     }
 }
 
-/// Compiles functions for an instruction set. They stay calls: the code is large.
+/// Compiles functions for an instruction set. They are not inlined, because the code is large.
 macro_rules! compiled {
     (@one [$($features:literal)?] $function:item) => {
         $(#[target_feature(enable = $features)])?
@@ -97,7 +97,7 @@ macro_rules! compiled {
     ($features:tt $($function:item)*) => { $( compiled! { @one $features $function } )* };
 }
 
-/// Has the steps of a row of lanes `$ops` done by the functions of module `$from`.
+/// Implements the row steps of lanes `$ops` with the functions of module `$from`.
 macro_rules! row_steps {
     ($ops:ty, $from:ident) => {
         #[allow(unused_unsafe, reason = "portable functions are safe")]
@@ -188,7 +188,7 @@ functions!(avx2, Avx2, ["avx2"]);
 #[cfg(target_arch = "x86_64")]
 functions!(avx512, Avx512, ["avx512f,avx512bw,avx512dq,avx512vl"]);
 
-/// VBMI looks up tables, which is the part of encoder and decoder that is compiled for it.
+/// Only the encoder and the decoder are compiled for VBMI, which looks up their tables.
 #[cfg(target_arch = "x86_64")]
 mod vbmi {
     #[allow(clippy::wildcard_imports, reason = "names of the functions' types")]
@@ -336,8 +336,8 @@ mod tests {
                         0 => row[n % dim] = f32::NAN,
                         1 => row[n % dim] = f32::NEG_INFINITY,
                         kind => {
-                            // Just below and just above the largest energy that is stored, in steps of a few ulps,
-                            // and further away.
+                            // Energies just below and just above the largest that is stored, in steps of a few
+                            // ulps, and others further away.
                             let energy: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
                             let step = if kind == 2 { 0.1 } else { 6e-8 };
                             let wanted = f64::from(MAX_ENERGY) * (1.0 + step * (n as f64 / 10.0 - 3.0));

@@ -2,7 +2,7 @@
 
 use super::kind::Codec;
 
-/// The largest Euclidean norm of a quantized vector: its scale fits an f16.
+/// The largest Euclidean norm of a quantized vector, so that its scale fits an f16.
 pub const MAX_NORM: f32 = 8192.0;
 
 /// Why pages cannot be made, or converted from or to buffers.
@@ -31,12 +31,12 @@ pub enum PagesError {
         /// Bytes asked for; `usize::MAX` if their number overflows.
         bytes: usize,
     },
-    /// The codec is not one of the buffers' format.
+    /// The codec is not one of mlx-native's.
     Format {
         /// The codec.
         codec: Codec,
     },
-    /// A buffer does not have the length that the shape says.
+    /// A buffer does not have the length that the shape requires.
     Length {
         /// `codes` or `norms`.
         buffer: &'static str,

@@ -8,27 +8,26 @@ pub(crate) const MAX: f32 = 448.0;
 /// The smallest exponent of a normal value; subnormal ones are multiples of `2^-9`.
 const MIN_EXPONENT: i32 = -6;
 
-/// The nearest e4m3 code of a finite `x`, ties to even, saturating. Without branches, so that it vectorises.
+/// The e4m3 code nearest to a finite `x`: ties to even, saturating. There are no branches, so that the compiler vectorises it.
 #[inline(always)]
 pub(crate) fn from_f32(x: f32) -> u8 {
     let bits = x.to_bits();
     // Values of one sign compare like their bits.
     let magnitude = (bits & i32::MAX as u32).min(MAX.to_bits());
-    // The exponent of x, at least that of subnormal values, far below which lie zero and the subnormal values of
-    // f32.
+    // The exponent of x, at least that of subnormal e4m3 values. Zero and f32's own subnormal values lie far below it.
     let exponent = ((magnitude >> 23) as i32 - 127).max(MIN_EXPONENT);
-    // A value whose last bit is a step of that exponent, 2^(exponent - 3): adding it rounds to steps, ties to even.
+    // The last bit of this value is one step of that exponent, 2^(exponent - 3), so adding it rounds to whole steps, ties to even.
     let rounder = (((exponent - 3 + 23 + 127) as u32) << 23) | 1 << 22;
     let steps = (f32::from_bits(magnitude) + f32::from_bits(rounder)).to_bits() - rounder;
     // A normal value is 8 to 16 steps; 16 carries into the exponent.
     (bits >> 24 & 0x80) as u8 | ((((exponent - MIN_EXPONENT) as u32) << 3) + steps) as u8
 }
 
-/// The values of codes, times one factor and then another; NaN for the two NaN codes, which are searched for in all
-/// codes at once, so that four operations per code remain.
+/// Decodes codes, multiplying by one factor and then by the other. The two NaN codes give NaN; they are searched for in all codes at once,
+/// which leaves four operations per code.
 #[inline(always)]
 pub(crate) fn to_f32s(codes: &[u8], factors: [f32; 2], into: &mut [f32]) {
-    // The difference of the exponent biases as a factor, which also makes subnormal values normal.
+    // The factor is 2 to the difference of the exponent biases; multiplying by it also makes subnormal values normal.
     const BIAS: f32 = f32::from_bits((127 + 127 - 7) << 23);
     let first = BIAS * factors[0];
     let mut none = false;
@@ -45,7 +44,7 @@ pub(crate) fn to_f32s(codes: &[u8], factors: [f32; 2], into: &mut [f32]) {
     }
 }
 
-/// Whether a code is NaN.
+/// Returns true if a code is NaN.
 #[inline(always)]
 const fn is_nan(code: u8) -> bool {
     code & 0x7f == 0x7f

@@ -5,7 +5,7 @@ use super::row_layout::RowLayout;
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 
-/// How the row of one token and one head is stored. K and V of a cache choose independently.
+/// How the row of one token and one head is stored. Keys and values of a cache may have different codecs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Codec {
     /// Elements as f32.
@@ -45,12 +45,12 @@ pub enum Codec {
     MlxTq8Plain,
 }
 
-/// What the rows of a codec are made of.
+/// The kind of a codec's rows: plain elements, or codes and scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RowKind {
     /// Plain elements, without a scale.
     Elements(Dtype),
-    /// One e4m3 number a byte, and an f16 scale.
+    /// One e4m3 value per byte, and an f16 scale.
     Fp8,
     /// Rotated: codes of `bits` bits in bit planes, or whole bytes, and an f16 scale.
     Integers {
@@ -61,13 +61,13 @@ pub enum RowKind {
     Mlx {
         /// Bits of a code: 4 in a nibble; 5, 6 or 8 in a byte.
         bits: usize,
-        /// Whether rows are rotated.
+        /// True if rows are rotated.
         rotated: bool,
     },
 }
 
 impl Codec {
-    /// What rows are made of. Every other fact about the format of rows derives from this table.
+    /// The kind of the codec's rows. Every other fact about the format of rows derives from this table.
     #[must_use]
     pub const fn row_kind(self) -> RowKind {
         match self {
@@ -112,8 +112,7 @@ impl Codec {
         Self::MlxTq5Plain,
     ];
 
-    /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`]
-    /// in others.
+    /// Returns true if rows of `dim` elements can be stored: 256 or 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`] in others.
     #[must_use]
     pub const fn supports(self, dim: usize) -> bool {
         match self.row_kind() {
@@ -122,7 +121,7 @@ impl Codec {
         }
     }
 
-    /// The dimensions of [`Codec::supports`] as text.
+    /// The dimensions of [`Codec::supports`], in words.
     pub(crate) const fn dims(self) -> &'static str {
         match self.row_kind() {
             RowKind::Mlx { .. } => "256 or 512",
@@ -141,7 +140,7 @@ impl Codec {
         }
     }
 
-    /// Bytes that the addresses of rows of elements, or of pages of codes, are multiples of at least: the size of an element, or of a scale.
+    /// Minimum alignment, in bytes, of rows of elements or of pages of codes: the size of an element or of a scale.
     #[must_use]
     pub const fn alignment(self) -> usize {
         match self.row_kind() {
@@ -170,7 +169,7 @@ impl Codec {
         }
     }
 
-    /// Name as used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`, `mlx-tq6`,
+    /// The name used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`, `mlx-tq6`,
     /// `mlx-tq5`, `mlx-tq4`, and `mlx-tq8-plain`, `mlx-tq6-plain`, `mlx-tq5-plain`.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -195,7 +194,7 @@ impl Codec {
         }
     }
 
-    /// Whether codes stand for integers times a scale.
+    /// Returns true if codes stand for integers times a scale.
     pub const fn is_integer(self) -> bool {
         matches!(self.row_kind(), RowKind::Integers { .. })
     }

@@ -1,6 +1,6 @@
 //! The KV cache format of the crate mlx-native (0.15.16), read and written byte for byte.
 //!
-//! A row of 256 or 512 coordinates has a code for each, and an f32 norm for each 256:
+//! A row of 256 or 512 coordinates has one code per coordinate and one f32 norm per 256 coordinates:
 //!
 //! ```text
 //! y = R x             signs of a fixed table, Walsh-Hadamard transform of the whole row, 1 / sqrt(D); the plain form has y = x
@@ -14,12 +14,11 @@
 //! norms `[slots, kv_heads, capacity, D / 256]`; a page of a head has the codes of its `capacity` rows and then their
 //! norms, little-endian.
 //!
-//! Facts from the crate: tables of `turboquant.rs`, edges and the coding rule of
-//! `shaders/hadamard_quantize_kv_fast.metal`, decoding of `shaders/flash_attn_vec_tq.metal` and
-//! `flash_attn_vec_tq_hb.metal` with `scale_factor_d512` = 1, the only value consistent with the tables. The norm is
-//! a sum whose order GPUs do not guarantee, so that its last bits may differ. Its kernels of 5 to 8 bits sum the
-//! halves of 512 coordinates in divergent branches; this module sums the half that each branch is for, as the 4-bit
-//! kernel does.
+//! The format follows the crate's sources: tables from `turboquant.rs`, edges and the coding rule from
+//! `shaders/hadamard_quantize_kv_fast.metal`, and decoding from `shaders/flash_attn_vec_tq.metal` and `flash_attn_vec_tq_hb.metal` with
+//! `scale_factor_d512` = 1, the only value consistent with the tables. GPUs do not guarantee the order in which a norm is summed, so its
+//! last bits may differ. The crate's kernels of 5 to 8 bits sum the halves of 512 coordinates in divergent branches; this module sums each
+//! branch's own half, as the 4-bit kernel does.
 
 use super::numeric::energy;
 use super::rotation::{Rotate, Rotation};
@@ -49,7 +48,7 @@ pub const fn tables(bits: usize) -> (&'static [f32], &'static [f32]) {
     }
 }
 
-/// The index of a code in the codebook: the lower half is negative, and bits above the code's are ignored.
+/// The value of a code. The lower half of the codebook is negative; bits above the code's are ignored.
 pub fn value(bits: usize, code: u8) -> f32 {
     let half = tables(bits).0;
     let code = usize::from(code) % (2 * half.len());
@@ -72,11 +71,11 @@ pub(super) struct Mlx {
     bits: usize,
     /// `None` in the plain form.
     pub(super) rotation: Option<Rotation>,
-    /// The values of each byte of codes before the norm is applied; a byte of nibbles has two.
+    /// The value of each code before the norm is applied, by byte; by nibble for 4 bits.
     values: Box<[f32; 256]>,
     /// All edges, ascending.
     edges: Vec<f32>,
-    /// The divisor of the sum of squares, and the divisor of the norm that gives the unit of codes.
+    /// The sum of squares divided by `squares` is the square of the norm; the norm divided by `root` is the unit of codes.
     squares: f32,
     root: f32,
 }
@@ -96,8 +95,9 @@ impl Mlx {
         Self { bits, rotation, values, edges, squares, root }
     }
 
-    /// Stores a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). Its
-    /// contents are changed.
+    /// Encodes a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). The contents of `x` are
+    /// unspecified
+    /// afterwards.
     #[inline(always)]
     pub(super) fn encode<O: Rotate>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
         if let Some(rotation) = &self.rotation {
@@ -127,7 +127,7 @@ impl Mlx {
         self.edges.partition_point(|edge| *edge < z) as u8
     }
 
-    /// Decodes a row, in the rotated domain if it is rotated. `values` are the values of bytes.
+    /// Decodes a row, in the rotated domain if it is rotated.
     #[inline(always)]
     pub(super) fn decode(&self, codes: &[u8], norms: &[u8], x: &mut [f32]) {
         let values = &*self.values;
@@ -150,8 +150,8 @@ impl Mlx {
 }
 
 // The values are the crate's, to its seven decimals. They cannot be recomputed: the tables of 5, 6 and 8 bits come
-// from an iteration that stopped before its fixed point (at 8 bits the mean square error is 1.52 times the minimum),
-// and edges are means of values with more decimals than these.
+// from an iteration that stopped before its fixed point (at 8 bits the mean square error is 1.52 times the minimum), and the edges are
+// midpoints of values with more decimals than these.
 
 const VALUES4: [f32; 8] =
     [0.128395, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7325895];

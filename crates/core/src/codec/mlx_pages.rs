@@ -17,7 +17,7 @@ impl CodePages {
     /// use flashtile::codec::CodePages;
     /// use flashtile::{BlockTables, Codec, Cpu, Dtype, HeadShape, Inputs, KvView, Outputs, PlanOptions, ProblemDesc};
     /// use flashtile::{SeqLens, TensorView, TensorViewMut, Visibility};
-    /// // A ring of 64 tokens for 2 heads of 256, which has seen 100.
+    /// // A ring of 64 tokens, for 2 heads of 256 elements, after 100 tokens.
     /// let (codes, norms) = (vec![130u8; 2 * 64 * 256], vec![16.0f32; 2 * 64]);
     /// let pages = CodePages::from_mlx(Codec::MlxTq8, [1, 2, 64, 256], &codes, &norms)?;
     /// let tables =
@@ -69,7 +69,7 @@ impl CodePages {
     ///
     /// # Errors
     /// [`PagesError::Format`] for another codec, [`PagesError::Mean`] if a mean was subtracted from the rows, or
-    /// [`PagesError::Length`]; nothing is written then.
+    /// [`PagesError::Length`]. On error, nothing is written.
     pub fn to_mlx(&self, codes: &mut [u8], norms: &mut [f32]) -> Result<(), PagesError> {
         let [page_codes, page_norms] = self.mlx_sizes([codes.len(), norms.len()])?;
         if self.mean().is_some() {
@@ -87,7 +87,7 @@ impl CodePages {
         Ok(())
     }
 
-    /// Codes and norms of a page of one head, if the buffers are large enough for all pages.
+    /// Number of code bytes and number of norms in a page of one head, if the buffers have the lengths that all pages need.
     fn mlx_sizes(&self, lengths: [usize; 2]) -> Result<[usize; 2], PagesError> {
         let ([slots, heads, capacity, dim], codec) = (self.shape(), self.codec());
         let RowKind::Mlx { bits, .. } = codec.row_kind() else {

@@ -1,7 +1,7 @@
 //! Functions that every instruction set must compute with the same bits.
 
-/// The largest magnitude; NaN and infinity are larger than all others. Magnitudes compare like their bits, so that
-/// vectors take the maximum of integers.
+/// The largest magnitude; NaN and infinity are larger than all others. Magnitudes compare like their bits, so vector code takes the maximum
+/// of integers.
 #[must_use]
 #[inline(always)]
 pub fn greatest(x: &[f32]) -> f32 {
@@ -12,7 +12,7 @@ pub fn greatest(x: &[f32]) -> f32 {
     f32::from_bits(amax)
 }
 
-/// The nearest integer to a value below 2^22 in magnitude, ties to even: the sum with 3 * 2^22 has no fraction bits.
+/// Rounds a value below 2^22 in magnitude to the nearest integer, ties to even: the sum with 3 * 2^22 has no fraction bits.
 #[inline(always)]
 pub fn round(x: f32) -> i32 {
     const ROUNDER: f32 = 12_582_912.0;

@@ -13,7 +13,7 @@ use crate::memory::Zeroed;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// Whether rows are keys or values, which determines how scales are chosen and whether a mean may be subtracted.
+/// Keys or values. The side determines how scales are chosen and whether a mean may be subtracted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_enums)]
 pub enum Side {
@@ -79,8 +79,8 @@ impl CodePages {
         Ok(Self { memory, coder, mean, ..*self })
     }
 
-    /// Sets the mean `[heads, dim]` of keys, on which scores depend only by rounding: a large mean left in the keys
-    /// takes most of the codes' resolution. Does not re-encode rows that are stored already: their values change.
+    /// Sets the mean `[heads, dim]` of keys. It changes scores only by rounding, but a large mean left in the keys takes most of the codes'
+    /// resolution. Rows that are stored already are not encoded anew, so their values change.
     ///
     /// # Panics
     /// If the mean has another length.
@@ -141,7 +141,7 @@ impl CodePages {
         &mut self.memory[at]
     }
 
-    /// The bytes of all pages, each of all heads one after another.
+    /// The bytes of all pages. A page has its heads one after another.
     pub fn pages_mut(&mut self) -> &mut [u8] {
         &mut self.memory
     }
@@ -149,14 +149,14 @@ impl CodePages {
     /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored with a mean `[heads, dim]`.
     ///
     /// # Errors
-    /// Head and row of the first token that cannot be stored, in the lowest head with one.
+    /// The reason, and head and row, of the first token that cannot be stored, in the lowest head that has such a token.
     pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (EncodeError, [usize; 2])> {
         let rows = SourceRows { tensor, mean };
         let refused = dispatch::first_refused(IsaToken::best(), &rows);
         refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
     }
 
-    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. The rows have been checked.
+    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. The caller has checked the rows.
     pub fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
         let heads = 0..self.shape[1];
         let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
@@ -197,10 +197,10 @@ impl CodePages {
     /// Stores a row of a tensor `[pages, heads, page, dim]`.
     ///
     /// # Errors
-    /// [`EncodeError`]; the row is as it was then.
+    /// [`EncodeError`]; the stored row is unchanged then.
     ///
     /// # Panics
-    /// If there is no such row, or the length of `x` is not the row's.
+    /// If there is no such row, or `x` does not have the length of a row.
     pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), EncodeError> {
         let [pages, heads, page, dim] = self.shape;
         let there = place[0] < pages && place[1] < heads && place[2] < page;
@@ -270,7 +270,7 @@ impl<'a> CodesView<'a> {
         self.mean.map(|mean| &mean[head * dim..][..dim])
     }
 
-    /// Decodes the rows.
+    /// The coder, which decodes the rows.
     #[must_use]
     pub const fn coder(&self) -> &'a Coder {
         self.coder
@@ -302,7 +302,7 @@ impl<'a> CodesView<'a> {
         let _env = FloatEnv::ieee();
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        // The meaning of the bytes: products in f32 are exact where the value of a code has 8 bits and a scale 11.
+        // The bytes mean the rotated row in f32. Its products are exact where the value of a code has 8 bits and a scale 11.
         let source = (self.page(page, head), self.shape[2], row..row + 1);
         dispatch::decode_rotated(IsaToken::best(), self.coder, source, &mut x[..dim], dim);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();

@@ -2,19 +2,19 @@
 //!
 //! A code of `b` bits is a sign and the index of a magnitude. It is split into planes of 4, 2 and 1 bits, with the
 //! sign in the highest bit of the last: 2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2. A vector is split into blocks
-//! of 128 coordinates and a last one with the rest. In a block of `n`, with `m = ceil(n / 2)` or `ceil(n / 4)`:
+//! of 128 coordinates and a last block with the rest. In a block of `n`, with `m = ceil(n / 2)` or `ceil(n / 4)`:
 //!
 //! ```text
 //! plane of b bits: byte j has coordinates j, j + m, j + 2 m, ... in its bits, lowest first       (m = ceil(n b / 8) bytes)
 //! ```
 //!
-//! so that shifts and masks alone split a register of bytes into registers of neighbouring coordinates, whether its
-//! bytes belong to one token or to several. Bits of missing coordinates are 0.
+//! Shifts and masks alone then split a register of bytes into registers of neighbouring coordinates, whether its bytes belong to one token
+//! or to several. Bits of missing coordinates are 0.
 
 /// Coordinates per block.
 const BLOCK: usize = 128;
 
-/// Planes of codes of 2 to 6 bits: the number of bits of each, from the lowest of the code on.
+/// Number of bits in each plane of codes of 2 to 6 bits, starting with the plane of the lowest bits.
 pub(crate) const fn planes(bits: usize) -> &'static [usize] {
     match bits {
         2 => &[2],
@@ -41,7 +41,7 @@ pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
     }
 }
 
-/// [`pack`] for less than whole bytes: loops over whole blocks have constant length.
+/// [`pack`] for less than whole bytes. Loops over whole blocks have a constant length.
 #[inline(always)]
 fn pack_bits<const BITS: usize>(codes: &[u8], from: usize, plane: &mut [u8]) {
     let (blocks, rest) = codes.as_chunks::<BLOCK>();
@@ -65,7 +65,7 @@ fn pack_block<const BITS: usize>(codes: &[u8], from: usize, m: usize, bytes: &mu
     }
 }
 
-/// Reads a plane. The lowest bits replace the codes, others are added to them.
+/// Reads a plane. The plane of the lowest bits replaces the codes; other planes add their bits.
 #[inline(always)]
 pub(crate) fn unpack(plane: &[u8], from: usize, bits: usize, codes: &mut [u8]) {
     match bits {

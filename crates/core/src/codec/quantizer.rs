@@ -12,7 +12,7 @@ use super::tq::codebook::{Codebook, FACTORS, TRIALS};
 use crate::limits::MAX_HEAD_DIM;
 use half::f16;
 
-/// What a scale optimizes: for keys unbiased inner products, for values the mean square error.
+/// The criterion for a scale: unbiased inner products for keys, the mean square error for values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ScaleRule {
     /// `<x, x> / <x, c>`: the inner product with the vector itself is exact.
@@ -21,8 +21,9 @@ pub(super) enum ScaleRule {
     LeastSquares,
 }
 
-/// The scales tried are multiples `(72 + 5 t) / 100` of the root mean square. A vector whose largest coordinate is
-/// small prefers a smaller scale than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
+/// The encoder tries scales of `(72 + 5 t) / 100` times the root mean square. A vector whose largest coordinate is small needs a smaller
+/// scale
+/// than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
 pub(super) const TRIAL_SCALES: [f64; TRIALS] = {
     let (mut scales, mut t) = ([0.0; TRIALS], 0);
     while t < TRIALS {
@@ -35,7 +36,7 @@ pub(super) const TRIAL_SCALES: [f64; TRIALS] = {
 /// A vector whose largest magnitude is below this is stored as zeros: its scale would be 0 in f16.
 pub(super) const MIN_MAGNITUDE: f32 = 1e-12;
 
-/// The sum with 2^52 has no fraction bits.
+/// Adding 2^52 rounds to an integer: the sum has no fraction bits.
 pub(super) const ROUNDER: f64 = (1u64 << 52) as f64;
 
 /// The largest magnitude in fixed point.
@@ -62,8 +63,9 @@ impl Quantizer {
         Self { dim, rotation: Rotation::new(dim), levels: (bits < 8).then(|| Codebook::of(bits)) }
     }
 
-    /// Codes and scale of a vector whose elements are finite and whose norm is at most
-    /// [`MAX_NORM`](super::error::MAX_NORM). Leaves it rotated. Zeros have codes of 0 with scale 0.
+    /// Encodes a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::error::MAX_NORM), and returns its scale.
+    /// Leaves
+    /// the vector rotated. A vector of zeros has codes of 0 and a scale of 0.
     #[inline(always)]
     pub(super) fn encode<O: Ops + Rotate>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
         O::rotate(&self.rotation, x);
@@ -91,13 +93,13 @@ impl Quantizer {
         f16::from_f32(scale_of(scale, amax))
     }
 
-    /// Values of codes, `[64]`, for tables; none for integers, which are their own values.
+    /// The value of each code, `[64]`; `None` for 8-bit integers, which are their own values.
     pub(super) fn table(&self) -> Option<&'static [i8; 64]> {
         self.levels.map(|levels| &levels.signed)
     }
 }
 
-/// The stored scale, from a scale in fixed-point units of a vector with this largest magnitude.
+/// The stored scale for a scale in fixed-point units, where `amax` is the vector's largest magnitude.
 #[inline(always)]
 pub(super) fn scale_of(scale: f64, amax: f32) -> f32 {
     (scale * f64::from(amax / ONE) * f64::from(SCALE_UNIT)) as f32
@@ -109,24 +111,26 @@ pub(super) fn unit(levels: &Codebook) -> f64 {
     f64::from(2 << 16) * FACTORS[levels.bits - 2]
 }
 
-/// Half-levels per fixed-point unit, times 2^16, of a trial of a vector with this root mean square.
+/// Half-levels per fixed-point unit, times 2^16, for one trial scale of a vector with this root mean square.
 #[inline(always)]
 fn trial_factor(unit: f64, rms: f64, trial: f64) -> u16 {
-    // Below 2^15: the largest magnitude is ONE, so that the root mean square is at least ONE / sqrt(dim).
-    // Rounded to nearest even without a conversion, since vectors have none to 16 bits.
+    // The factor is below 2^15: the largest magnitude is ONE, so the root mean square is at least ONE / sqrt(dim). The sum with ROUNDER
+    // rounds
+    // to nearest even; vector instructions have no conversion to 16 bits.
     let x = unit / (rms * trial);
     (x + ROUNDER).to_bits() as u16
 }
 
-/// The factor of a trial of a codec with levels, by the energy of a vector in fixed point, whose largest magnitude is
-/// 32767.
+/// The factor of a trial scale, for a vector that in fixed point has this energy and a largest magnitude of 32767; `None` for codecs
+/// without
+/// levels, and for trials that do not exist.
 pub fn level_factor(codec: Codec, dim: usize, energy: u64, trial: usize) -> Option<u16> {
     let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
     let rms = (energy as f64 / dim as f64).sqrt();
     Some(trial_factor(unit(Codebook::of(bits)), rms, *TRIAL_SCALES.get(trial)?))
 }
 
-/// Codes of 8 bits, the sum of their products with the vector, and the sum of their squares.
+/// Writes codes of 8 bits; returns the sum of their products with the vector, and the sum of their squares.
 #[inline(always)]
 fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     let (mut xc, mut cc) = (0i64, 0u32);
@@ -139,7 +143,7 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     (xc as u64, u64::from(cc))
 }
 
-/// Codes of the best scale tried: the one with which least squares explains most of the energy.
+/// Writes the codes of the best trial scale, the one whose least squares explain most of the energy; returns the same sums as [`integers`].
 #[inline(always)]
 fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) -> (u64, u64) {
     let magnitudes = &fixed.magnitudes[..codes.len()];

@@ -25,7 +25,7 @@ pub struct Rotation {
     blocks: Vec<Block>,
 }
 
-/// A block of `order * run` coordinates, where `order` is 1 or that of a Paley matrix and `run` a power of two.
+/// A block of `order * run` coordinates, where `order` is 1 or the order of a Paley matrix, and `run` is a power of two.
 #[derive(Debug, Clone, PartialEq)]
 struct Block {
     order: usize,
@@ -53,7 +53,7 @@ impl Block {
         if self.order == 1 {
             return O::walsh(x);
         }
-        // A plain loop, since a closure would be compiled without the caller's instruction set.
+        // This is a plain loop because a closure would be compiled without the caller's instruction set.
         for run in x.chunks_exact_mut(self.run) {
             O::walsh(run);
         }
@@ -85,7 +85,7 @@ impl Rotation {
         self.signs.iter().copied().chain(roots).collect()
     }
 
-    /// The signs, and the factor after the Walsh-Hadamard transform, if the dimension is a power of two.
+    /// The signs, and the factor after the Walsh-Hadamard transform. The dimension must be a power of two.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn power_of_two(&self) -> (&[f32], f32) {
         debug_assert!(self.signs.len().is_power_of_two());
@@ -121,7 +121,7 @@ impl Rotation {
     }
 }
 
-/// Rotations compiled once for an instruction set, and called where they are used: their code is large.
+/// The rotation, compiled once per instruction set and called rather than inlined, because its code is large.
 pub(super) trait Rotate {
     /// [`Rotation::apply`].
     fn rotate(rotation: &Rotation, x: &mut [f32]);
@@ -174,7 +174,7 @@ fn paley(prime: usize, row: usize, col: usize) -> f32 {
     }
 }
 
-/// Whether a nonzero number is a square modulo a prime.
+/// Returns true if a nonzero number is a square modulo a prime.
 fn is_square(prime: usize, x: usize) -> bool {
     (1..prime).any(|y| y * y % prime == x)
 }

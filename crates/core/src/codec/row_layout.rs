@@ -1,9 +1,9 @@
 //! Layout of quantized rows in a page.
 //!
-//! A page of one head stores one plane after another, and in each plane the rows of its tokens one after another. The
-//! last plane has the scales, little-endian: one f16 per row, except in foreign formats. No byte is shared by two
-//! tokens, so that rows are appended, copied and dropped as bytes. A row outside a page, as in a snapshot, is its
-//! planes one after another.
+//! A page of one head stores one plane after another, and in each plane the rows of its tokens one after another. The last plane has the
+//! scales, little-endian: one f16 per row, except in foreign formats. Two tokens never share a byte, so rows are appended, copied and
+//! dropped
+//! as bytes. Outside a page, as in a snapshot, a row is its planes one after another.
 
 use super::planes::{self, plane_bytes, planes};
 use half::f16;
@@ -12,13 +12,13 @@ use std::ops::Range;
 /// Bytes of a row's scale.
 const SCALE: usize = 2;
 
-/// A code stands for its level times the stored scale divided by this.
+/// A code stands for its level times the stored scale, divided by this constant.
 pub const SCALE_UNIT: f32 = 128.0;
 
 /// Like [`SCALE_UNIT`], for e4m3 codes.
 pub const FP8_SCALE_UNIT: f32 = 256.0;
 
-/// The scale of a row. Scales are not negative, and the sign bit is not read.
+/// The scale of a row. Scales are never negative; the sign bit is ignored.
 #[inline(always)]
 pub(super) fn scale(bytes: &[u8]) -> f16 {
     f16::from_le_bytes([bytes[0], bytes[1] & 0x7f])
@@ -31,7 +31,7 @@ pub struct Plane {
     pub bytes: usize,
     /// Bits of each code in the plane.
     pub bits: usize,
-    /// The lowest of these bits in the code.
+    /// Position of the lowest of these bits in the code.
     pub(crate) from: usize,
 }
 
@@ -58,7 +58,7 @@ impl RowLayout {
         Self { dim, planes: planes_of, count: widths.len(), scale: SCALE }
     }
 
-    /// A layout with one plane of codes with this many bytes per row, and scales of `scale` bytes.
+    /// A layout of one plane with `codes` bytes per row, and scales of `scale` bytes per row.
     pub(super) const fn opaque(dim: usize, codes: usize, scale: usize) -> Self {
         Self { dim, planes: [Plane { bytes: codes, bits: 8, from: 0 }; 2], count: 1, scale }
     }
@@ -97,7 +97,7 @@ impl RowLayout {
         self.widths().sum()
     }
 
-    /// The byte range of each plane of rows `rows` in a page of `page` tokens.
+    /// The byte ranges of rows `rows` in a page of `page` tokens: one per plane, the scales last.
     pub fn places(&self, page: usize, rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + '_ {
         self.widths().scan(0, move |start, width| {
             let at = *start + rows.start * width..*start + rows.end * width;
@@ -106,7 +106,7 @@ impl RowLayout {
         })
     }
 
-    /// Codes and scale of a row in a page, for a layout with one plane.
+    /// The byte ranges of codes and scale of a row in a page, for a layout with one plane.
     #[inline(always)]
     pub(super) fn row(&self, page: usize, row: usize) -> [Range<usize>; 2] {
         let codes = self.planes[0].bytes;
@@ -114,7 +114,7 @@ impl RowLayout {
         [row * codes..(row + 1) * codes, scales + row * self.scale..scales + (row + 1) * self.scale]
     }
 
-    /// Stores codes and scale as a row of a page. The contents of `codes` are changed.
+    /// Stores codes and scale as a row of a page.
     #[inline(always)]
     pub(crate) fn write(&self, codes: &[u8], scale: f16, page: &mut [u8], tokens: usize, row: usize) {
         let mut start = 0;
@@ -126,7 +126,7 @@ impl RowLayout {
         page[start + row * SCALE..][..SCALE].copy_from_slice(&scale.to_le_bytes());
     }
 
-    /// Codes and scale of a row of a page.
+    /// Reads the codes of a row of a page and returns its scale.
     #[inline(always)]
     pub(crate) fn read(&self, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
         let mut start = 0;

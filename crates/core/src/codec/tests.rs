@@ -135,8 +135,7 @@ fn zeros_spikes_and_extremes() {
                 let back = there_and_back(&coder, &vec![zeros; dim], ScaleRule::Unbiased);
                 assert!(back.iter().all(|x| *x == 0.0), "{codec} of {dim}");
             }
-            // All of the largest norm in one coordinate; rotated, all magnitudes are equal if the dimension is one
-            // block.
+            // The whole norm lies in one coordinate. After rotation, all magnitudes are equal if the dimension is one block.
             for size in [3.0, MAX_NORM] {
                 for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
                     let mut spike = vec![0.0f32; dim];

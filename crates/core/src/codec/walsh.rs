@@ -21,8 +21,7 @@ impl Real for f64 {
     }
 }
 
-/// Butterflies of a distance, twice that, and so on. From distance 1 on, this is the unscaled Walsh-Hadamard
-/// transform.
+/// Butterflies of `distance`, of twice that, and so on. From distance 1 on, this is the unscaled Walsh-Hadamard transform.
 #[inline(always)]
 pub(super) fn butterflies<T: Real>(x: &mut [T], mut distance: usize) {
     while distance < x.len() {

@@ -118,7 +118,7 @@ unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut EncodeJob<'_>, encode
     let page_bytes = *tokens * format.row_bytes();
     assert!(dim == V * LANES && bytes.len() == heads * page_bytes && to.end <= *tokens);
     let widths = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
-    // The order of tokens in most tensors, in which rows of a head are far apart.
+    // Tokens are the outer loop, as in most tensors, where the rows of one head are far apart.
     for row in to.clone() {
         for head in 0..heads {
             // SAFETY: the assertion above puts every plane of the row inside the bytes; the caller guarantees the
@@ -140,7 +140,7 @@ trait Encoder {
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16;
 }
 
-/// A row of elements as f32, minus the mean of its head.
+/// Loads a row of elements as f32, minus the mean of its head.
 #[inline(always)]
 unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -> [__m512; V] {
     let (bytes, mean) = (rows.row(head, row), rows.mean(head));
@@ -183,7 +183,7 @@ struct Fp8Rows;
 impl Encoder for Fp8Rows {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
-        // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
+        // SAFETY: the caller guarantees the instruction set, and a plane with one byte per coordinate.
         unsafe {
             let amax = greatest(&x);
             let scale = to_f16(amax * (FP8_SCALE_UNIT / fp8::MAX));
@@ -210,7 +210,7 @@ impl Encoder for Fp8Rows {
 /// [`fp8::from_f32`] of 16 elements.
 #[inline(always)]
 unsafe fn e4m3(x: __m512) -> __m512i {
-    /// The exponent of subnormal values, and what is added to an exponent to give the value whose addition rounds, as bits of f32.
+    /// As bits of f32: the exponent of subnormal values, and the offset from an exponent to the value whose addition rounds.
     const MIN_EXPONENT: i32 = (127 - 6) << 23;
     const ABOVE: i32 = (20 << 23) | 1 << 22;
     // SAFETY: the caller guarantees the instruction set.
@@ -236,7 +236,7 @@ impl Encoder for Integers<'_> {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
         let Self((quantizer, rule)) = *self;
-        // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
+        // SAFETY: the caller guarantees the instruction set, and a plane with one byte per coordinate.
         unsafe {
             let x = rotate(quantizer, x);
             let amax = greatest(&x);
@@ -281,7 +281,7 @@ impl Encoder for Table<'_> {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16 {
         let Self((quantizer, rule), levels) = *self;
-        // SAFETY: the caller guarantees the instruction set and planes of as many coordinates.
+        // SAFETY: the caller guarantees the instruction set, and planes that hold all coordinates.
         unsafe {
             let x = rotate(quantizer, x);
             let amax = greatest(&x);
@@ -325,7 +325,7 @@ impl Encoder for Table<'_> {
             let products = _mm512_cvtepu32_pd(_mm512_castsi512_si256(sums));
             let squares = _mm512_cvtepu32_pd(_mm512_extracti64x4_epi64::<1>(sums));
             let explained = _mm512_div_pd(_mm512_mul_pd(products, products), squares);
-            // The first of the largest.
+            // The first trial with the largest value.
             let best = _mm512_set1_pd(_mm512_reduce_max_pd(explained));
             let chosen = _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(explained, best).trailing_zeros();
             let of = |x| _mm512_cvtsd_f64(_mm512_permutexvar_pd(_mm512_set1_epi64(chosen.into()), x));
@@ -349,7 +349,7 @@ impl Encoder for Table<'_> {
     }
 }
 
-/// Random signs, butterflies, and the normalisation.
+/// Applies random signs, butterflies and the normalisation.
 #[inline(always)]
 unsafe fn rotate<const V: usize>(quantizer: &Quantizer, mut x: [__m512; V]) -> [__m512; V] {
     let (signs, root) = quantizer.rotation.power_of_two();
@@ -403,8 +403,7 @@ unsafe fn fixed<const V: usize>(x: &[__m512; V], amax: f32) -> [__m512i; V] {
     }
 }
 
-/// Fixed-point elements packed to 16 bits, in runs of four from each of two registers, in the first half of the
-/// registers.
+/// Packs fixed-point elements to 16 bits, in runs of four from each of two registers, into the first half of the registers.
 #[inline(always)]
 unsafe fn words<const V: usize>(fixed: &[__m512i; V]) -> [__m512i; V] {
     // SAFETY: the caller guarantees the instruction set.
@@ -434,7 +433,7 @@ unsafe fn energy<const V: usize>(words: &[__m512i; V]) -> u64 {
     }
 }
 
-/// Factors of the scales that are tried, each twice, in the lower 32 bits.
+/// The factor of each trial scale, twice in the lower 32 bits.
 #[inline(always)]
 unsafe fn factors(levels: &Codebook, rms: f64) -> [u64; TRIALS] {
     let mut factors = [0u64; TRIALS];
@@ -472,7 +471,7 @@ unsafe fn in_order(bytes: __m512i) -> __m512i {
 unsafe fn put<const V: usize>(codes: &[__m512i; V], bits: usize, planes: [*mut u8; 2]) {
     let mut from = 0;
     for (plane, &width) in planes.into_iter().zip(planes_of(bits)) {
-        // SAFETY: the caller guarantees the instruction set and planes of as many coordinates.
+        // SAFETY: the caller guarantees the instruction set, and planes that hold all coordinates.
         unsafe {
             match width {
                 4 => put_plane::<V, 4>(codes, from, plane),
@@ -488,7 +487,7 @@ unsafe fn put<const V: usize>(codes: &[__m512i; V], bits: usize, planes: [*mut u
 /// result, until bytes are full.
 #[inline(always)]
 unsafe fn put_plane<const V: usize, const WIDTH: usize>(codes: &[__m512i; V], from: usize, plane: *mut u8) {
-    // SAFETY: the caller guarantees the instruction set and a plane of as many coordinates.
+    // SAFETY: the caller guarantees the instruction set, and a plane that holds all coordinates.
     unsafe {
         let bits = |n: usize| {
             let code = _mm512_srl_epi16(codes[n], _mm_cvtsi32_si128(from as i32));

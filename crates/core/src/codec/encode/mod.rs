@@ -14,17 +14,16 @@ use crate::limits::MAX_HEAD_DIM;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// Encoders of whole rows, for instruction sets that have one.
+/// An encoder of whole rows, for instruction sets that have one.
 pub(super) trait EncodeRows: RowSteps {
-    /// Stores rows with the same bytes as the generic encoder; returns false, having done nothing, if it does not
-    /// support them.
+    /// Stores rows as the same bytes that the generic encoder gives. Returns false, and stores nothing, if it does not support them.
     #[inline(always)]
     fn store(_: &mut EncodeJob<'_>) -> bool {
         false
     }
 
-    /// Whether the energy of a row, after subtracting the mean, is below the limit by more than the order of
-    /// summation can change.
+    /// Returns true if the energy of a row, after the mean is subtracted, is below the limit by more than the
+    /// order of summation can change.
     #[inline(always)]
     fn is_short(_: &SourceRows<'_>, _head: usize, _row: usize) -> bool {
         false
@@ -79,7 +78,7 @@ impl<'a> SourceRows<'a> {
         if x.iter().all(|x| x.is_finite()) { EncodeError::Norm } else { EncodeError::NotFinite }
     }
 
-    /// Head and row of the first token that is too long or not finite, in the lowest head with one.
+    /// Head and row of the first token that is too long or not finite, in the lowest head that has such a token.
     #[inline(always)]
     pub(super) fn first_refused<O: EncodeRows>(&self) -> Option<[usize; 2]> {
         let [_, heads, rows, dim] = self.tensor.shape();
@@ -99,7 +98,7 @@ impl<'a> SourceRows<'a> {
     }
 }
 
-/// Whether a row of this energy can be stored. The energy is NaN or infinite if a coordinate is.
+/// Returns true if a row of this energy can be stored. The energy is NaN or infinite if a coordinate is.
 pub(super) fn is_storable(energy: f32) -> bool {
     energy <= MAX_ENERGY
 }
@@ -134,7 +133,7 @@ impl EncodeJob<'_> {
         let [_, heads, _, dim] = self.rows.tensor.shape();
         let page_bytes = *tokens * self.coder.format().row_bytes();
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        // The order of tokens in most tensors, in which rows of a head are far apart.
+        // Tokens are the outer loop, as in most tensors, where the rows of one head are far apart.
         for row in rows.clone() {
             for head in 0..heads {
                 let page = &mut bytes[head * page_bytes..][..page_bytes];

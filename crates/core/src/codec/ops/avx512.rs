@@ -1,5 +1,4 @@
-//! Butterflies in registers of 16 lanes. With VBMI, the nearest levels by table look-up, from 256-byte tables in four
-//! registers.
+//! Butterflies in registers of 16 lanes. With VBMI, nearest levels are looked up in 256-byte tables, each in four registers.
 
 #![allow(unsafe_code)]
 
@@ -318,7 +317,7 @@ pub(in crate::codec) unsafe fn short_butterflies(mut x: __m512) -> __m512 {
     }
 }
 
-/// The mask of a step's magnitudes that exist, of which there are 1 to 64.
+/// The masks of the magnitudes that exist in a step, 1 to 64 of them.
 #[inline(always)]
 const fn masks(len: usize) -> [__mmask32; 2] {
     let there = u64::MAX >> (STEP - len);

@@ -12,8 +12,7 @@ use super::walsh::{Real, butterflies};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 
-/// Steps of a rotation. An implementation uses registers of one width, since a wide load stalls on narrow stores that
-/// precede it.
+/// Steps of a rotation. An implementation uses registers of one width, because a wide load stalls on narrow stores just before it.
 pub(super) trait RotationOps<T: Real> {
     /// The Walsh-Hadamard transform of a slice whose length is a power of two, unscaled: butterflies of distance 1,
     /// 2, 4, ...
@@ -42,13 +41,13 @@ pub(super) trait RotationOps<T: Real> {
 /// Steps of encoder and decoder. They are only called by functions compiled for the instruction set; a default method
 /// is a loop that the compiler vectorises.
 pub(super) trait Ops: RotationOps<f32> {
-    /// A row of elements as f32.
+    /// Widens a row of elements to f32.
     #[inline(always)]
     fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
         widen(from, row, into);
     }
 
-    /// Rounds `x * factor` to integers, ties to even and below 2^15 in magnitude; the integers and their magnitudes.
+    /// Rounds `x * factor` to integers below 2^15 in magnitude, ties to even; writes the integers and their magnitudes.
     #[inline(always)]
     fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
         for ((x, integer), magnitude) in x.iter().zip(integers).zip(magnitudes) {
@@ -67,8 +66,9 @@ pub(super) trait Ops: RotationOps<f32> {
         sum
     }
 
-    /// For each factor, the sum of products of magnitudes with their nearest levels, and the sum of squares of those
-    /// levels. A magnitude is `factor / 2^16` times as many half-levels, rounded down, at most 255.
+    /// For each factor, the sum of products of magnitudes with their nearest levels, and the sum of squares of these levels. A magnitude
+    /// `x` is
+    /// `x * factor / 2^16` half-levels, rounded down, at most 255.
     #[inline(always)]
     fn sums(
         codebook: &Codebook,

@@ -6,7 +6,7 @@
 
 use super::lloyd;
 
-/// Scales that the encoder tries for a vector.
+/// Number of scales that the encoder tries for a vector.
 pub(in crate::codec) const TRIALS: usize = 8;
 
 /// Factors of the tables of 2 to 6 bits.
@@ -22,7 +22,7 @@ pub(in crate::codec) struct Codebook {
     /// Magnitude and index of the level nearest to each number of half-levels. A tie goes to the larger level.
     pub(in crate::codec) nearest_of: [u8; 256],
     pub(in crate::codec) index_of: [u8; 256],
-    /// The level of each byte: bits above a code's are ignored.
+    /// The signed level of each code; bits above a code's are ignored.
     pub(in crate::codec) signed: [i8; 64],
 }
 
@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(half(5), [2, 6, 10, 14, 18, 22, 26, 30, 35, 40, 46, 52, 59, 67, 78, 95]);
         assert_eq!(half(6)[..16], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 30, 32]);
         assert_eq!(half(6)[16..], [34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108]);
-        // Edges, in half-levels, are bytes.
+        // Edges, in half-levels, fit in a byte.
         assert!((2..=6).all(|bits| half(bits).windows(2).all(|pair| pair[0].checked_add(pair[1]).is_some())));
     }
 

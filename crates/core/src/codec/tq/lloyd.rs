@@ -1,7 +1,7 @@
 //! Lloyd-Max codebooks of the normal distribution.
 //!
-//! The codebook of `2^b` values with the smallest mean square error for N(0, 1). Every value is the mean of its cell,
-//! the inputs to which it is nearest:
+//! The codebook of `2^b` values with the smallest mean square error for N(0, 1). Every value is the mean of its cell, the inputs that are
+//! nearest to it:
 //!
 //! ```text
 //! c[k] = E[x | e[k-1] < x < e[k]] = (phi(e[k-1]) - phi(e[k])) / (Phi(e[k]) - Phi(e[k-1])),   e[k] = (c[k] + c[k+1]) / 2
