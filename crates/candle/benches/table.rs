@@ -4,9 +4,9 @@
 //! RAYON_NUM_THREADS=2 cargo bench --bench table
 //! ```
 //!
-//! Every answer is compared with matmul and softmax in f64 first: `!` marks an error above 1e-5 in f32 and 2^-7 in bf16 of the largest
-//! element, and the exit status is 1 where an answer of flashtile has one. All take turns, each first as often as the others, and the table
-//! has medians.
+//! Every result is first compared with matmul and softmax in f64: `!` marks an error above 1e-5 in f32 and 2^-7 in bf16 of the largest
+//! element, and the exit status is 1 if a result of flashtile has such an error. The columns take turns, each first as often as the others,
+//! and the table has medians.
 
 #![allow(
     clippy::unwrap_used,
@@ -69,7 +69,7 @@ const CASES: [Case; 3] = [
 const COLUMNS: [&str; 4] =
     ["candle-nn flash_attn", "candle matmul + softmax", "flashtile alone", "flashtile-candle"];
 
-/// A column is measured seven times or more, for a second or more; a slow one for ten seconds or once.
+/// A column is measured at least seven times and for at least a second; a slow column stops after ten seconds.
 fn is_measured(times: &[Duration]) -> bool {
     let total: Duration = times.iter().sum();
     (times.len() >= 7 && total >= Duration::from_secs(1)) || total >= Duration::from_secs(10)
@@ -114,7 +114,7 @@ impl Case {
     }
 }
 
-/// One case in one dtype, and what the columns compute with.
+/// One case in one dtype, with the inputs and outputs of its columns.
 struct Bench<'a, T> {
     case: &'a Case,
     /// `(batch, seq, heads, dim)`
@@ -135,7 +135,8 @@ impl<'a, T: WithDType + num_traits::Float + Element> Bench<'a, T> {
         Ok(Self { case, bshd, bhsd, mask: case.mask(<T as WithDType>::DTYPE)?, runner: Runner::new(), out })
     }
 
-    /// Computes a column: `(batch, heads, seq, dim)`, or nothing where the result is in `self.out`, which is `(batch, seq, heads, dim)`.
+    /// Computes a column. Returns its result `(batch, heads, seq, dim)`, or `None` if it is in `self.out`, which is
+    /// `(batch, seq, heads, dim)`.
     fn run(&mut self, column: usize) -> Result<Option<Tensor>> {
         let [q, k, v] = &self.bshd;
         match column {
@@ -148,7 +149,7 @@ impl<'a, T: WithDType + num_traits::Float + Element> Bench<'a, T> {
         }
     }
 
-    /// flashtile without candle, into memory that is there.
+    /// flashtile without candle, into existing memory.
     fn alone(&mut self) -> Result<()> {
         let stored = self.bshd.each_ref().map(|x| x.storage_and_layout());
         let view = |n: usize| {
@@ -181,13 +182,13 @@ impl<'a, T: WithDType + num_traits::Float + Element> Bench<'a, T> {
         self.case.unfused(&[wide(q)?, wide(k)?, wide(v)?], self.case.mask(DType::F64)?.as_ref())
     }
 
-    /// Prints a row; whether the answers of flashtile are right.
+    /// Prints a row. Returns true if flashtile's results are right.
     fn row(&mut self, dtype: &str, limit: f64) -> Result<bool> {
         let reference = self.reference()?;
         let limit = limit * reference.abs()?.max_all()?.to_scalar::<f64>()?;
         let errors: Vec<_> = (0..COLUMNS.len()).map(|column| self.error(column, &reference)).collect();
         let is_wrong = |error: f64| error.is_nan() || error > limit;
-        // Candle's answers are shown as they are.
+        // Errors of candle's own results are shown, but do not count.
         let ours = errors[2..].iter().all(|error| error.as_ref().is_ok_and(|&error| !is_wrong(error)));
         let mut times = vec![Vec::new(); COLUMNS.len()];
         for first in 0.. {

@@ -1,5 +1,5 @@
 //! The two functions that users of candle call most, written by hand over flashtile: this is all that lies between the two libraries.
-//! `flashtile_candle` has them with every option, without locks that could wait for each other, and with errors that name tensors.
+//! `flashtile_candle` has them with every option, without locks that could deadlock, and with errors that name tensors.
 //! A test counts the lines of the adapter and checks its answers.
 
 #![allow(clippy::too_many_arguments)] // as candle has it

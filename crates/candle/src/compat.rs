@@ -1,5 +1,6 @@
-//! Functions with the names, parameters and conventions of candle-flash-attn and candle-nn, for which one import is changed. Their
-//! parameters are candle's choice, which is why clippy's limit on their number is off here and nowhere else.
+//! Functions with the names, parameters and conventions of candle-flash-attn and candle-nn: a program changes one
+//! import. candle chose their
+//! parameters, which is why clippy's limit on the number of parameters is off here and nowhere else.
 
 #![allow(clippy::too_many_arguments)]
 
@@ -10,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use flashtile::{BlockTables, QOffset, Visibility};
 use std::ops::Range;
 
-/// What the functions of candle-flash-attn have in common.
+/// The common arguments of candle-flash-attn's functions.
 struct Flash {
     options: Options,
     left: Option<usize>,
@@ -44,8 +45,9 @@ impl Flash {
         self
     }
 
-    /// The window as candle-flash-attn has it for at most `max_k` keys: a side that is longer than that is unbounded, and an unbounded
-    /// right side beside a bounded left one reaches `max_k` keys. Only rows before the first key can tell.
+    /// The window as candle-flash-attn defines it for at most `max_k` keys: a side longer than that is unbounded,
+    /// and an unbounded right side
+    /// next to a bounded left side reaches `max_k` keys. Only rows before the first key show the difference.
     fn visibility(&self, max_k: usize) -> Visibility {
         let [left, right] = [self.left, self.right].map(|side| side.filter(|&n| n <= max_k));
         Visibility::window(left, if left.is_some() { right.or(Some(max_k)) } else { right })
@@ -77,7 +79,7 @@ impl Flash {
         let tables = pages.tables(k, lens)?;
         if let Some(ranges) = pages.mm_prefix_ranges {
             lens.check_rows(q)?;
-            // Ranges show what a window hides: both are in the mask then.
+            // Ranges make keys visible that a window hides, so the mask includes both.
             let mask = lens.mask(self.options.visibility, &ranges_of(ranges, lens.q.len() - 1)?)?;
             self.options.visibility = Visibility::full();
             self.options.mask = Some(Mask::Visible(mask.to_device(q.device())?));
@@ -87,7 +89,7 @@ impl Flash {
     }
 }
 
-/// Lengths of packed sequences, summed up from 0.
+/// Cumulative lengths of packed sequences, from 0.
 struct Cumulative {
     q: Vec<usize>,
     k: Vec<usize>,
@@ -95,7 +97,7 @@ struct Cumulative {
 }
 
 impl Cumulative {
-    /// Reads both lists, and checks that no sequence is longer than it is said to be.
+    /// Reads both lists, and checks that no sequence is longer than `max_q` and `max_k` say.
     fn new(seqlens_q: &Tensor, seqlens_k: &Tensor, max_q: usize, max_k: usize) -> Result<Self> {
         let q = list_usize("seqlens_q", seqlens_q)?;
         let k = list_usize("seqlens_k", seqlens_k)?;
@@ -134,7 +136,7 @@ impl Cumulative {
         Ok(())
     }
 
-    /// A mask `(sequences, 1, longest q_len, longest kv_len)`: keys of a window, and keys in the same range as the query.
+    /// A mask `(sequences, 1, longest q_len, longest kv_len)`. Visible keys lie in the window, or in the same range as the query.
     fn mask(&self, window: Visibility, ranges: &[Vec<Range<i64>>]) -> Result<Tensor> {
         let (rows, keys) = self.lens().fold((0, 0), |(q, k), (q_len, kv_len)| (q.max(q_len), k.max(kv_len)));
         let sequences = self.q.len() - 1;
@@ -233,7 +235,7 @@ impl Pages<'_> {
 /// ```
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
     Flash::new(softmax_scale).causal(causal).dense(q, k, v)
 }
@@ -242,7 +244,7 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
 /// is unbounded; `(None, Some(0))` is causal.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -257,7 +259,7 @@ pub fn flash_attn_windowed(
 /// [`flash_attn`] with ALiBi slopes `(q_heads)` in F32: the bias is `-slope * |position of the query - position of the key|`.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -272,7 +274,7 @@ pub fn flash_attn_alibi(
 /// [`flash_attn_windowed`] with ALiBi.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -291,7 +293,7 @@ pub fn flash_attn_alibi_windowed(
 /// [`flash_attn_windowed`] with optional ALiBi and a softcap, which is off at 0.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_alibi_windowed_softcap(
     q: &Tensor,
     k: &Tensor,
@@ -306,12 +308,13 @@ pub fn flash_attn_alibi_windowed_softcap(
     flash.softcap(Some(softcap)).dense(q, k, v)
 }
 
-/// [`flash_attn`] over packed sequences: q `(total_q, q_heads, dim)`, k and v `(total_k, kv_heads, dim)`. `seqlens_q` and `seqlens_k`
-/// are the ends of the sequences after a 0, in U32, I32 or I64. The longest sequences may be shorter than `max_seqlen_q` and
-/// `max_seqlen_k`, and not longer.
+/// [`flash_attn`] over packed sequences: q `(total_q, q_heads, dim)`, k and v `(total_k, kv_heads, dim)`.
+/// `seqlens_q` and `seqlens_k` are a 0
+/// and then the ends of the sequences, in U32, I32 or I64. The longest sequences may be shorter than `max_seqlen_q` and `max_seqlen_k`, but
+/// not longer.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen(
     q: &Tensor,
     k: &Tensor,
@@ -330,7 +333,7 @@ pub fn flash_attn_varlen(
 /// [`flash_attn_varlen`] with the window of [`flash_attn_windowed`].
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -348,14 +351,14 @@ pub fn flash_attn_varlen_windowed(
 }
 
 /// [`flash_attn_varlen_windowed`] over pages: k and v are `(blocks, page_block_size, kv_heads, dim)`, and block `n` of sequence `s` is
-/// `block_table[s, n]`, `(sequences, blocks)` in U32 or I32. Entries behind the last block of a sequence are not read. A softcap of
+/// `block_table[s, n]`, `(sequences, blocks)` in U32 or I32. Entries after the last block of a sequence are not read. A softcap of
 /// `None` or 0 is off. Any page size is accepted.
 ///
-/// `mm_prefix_ranges` `(sequences, ranges, 2)` are ranges of positions whose tokens see each other whatever the window. They are made
-/// into a mask of `sequences * longest q_len * longest kv_len` bytes.
+/// `mm_prefix_ranges` `(sequences, ranges, 2)` are ranges of positions whose tokens see each other regardless of the window. They become a
+/// mask of `sequences * longest q_len * longest kv_len` bytes.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen_paged_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -381,7 +384,7 @@ pub fn flash_attn_varlen_paged_windowed(
 /// [`flash_attn_varlen`] with ALiBi.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen_alibi(
     q: &Tensor,
     k: &Tensor,
@@ -401,7 +404,7 @@ pub fn flash_attn_varlen_alibi(
 /// [`flash_attn_varlen_windowed`] with ALiBi.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen_alibi_windowed(
     q: &Tensor,
     k: &Tensor,
@@ -425,7 +428,7 @@ pub fn flash_attn_varlen_alibi_windowed(
 /// [`flash_attn_varlen_windowed`] with optional ALiBi and a softcap, which is off at 0.
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn flash_attn_varlen_alibi_windowed_softcap(
     q: &Tensor,
     k: &Tensor,
@@ -446,9 +449,10 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 }
 
 /// Attention over q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and v `(batch, kv_heads, kv_len, value_dim)`, into
-/// `(batch, q_heads, q_len, value_dim)`, with the parameters of `candle_nn::ops::sdpa`, which computes on Metal only.
+/// `(batch, q_heads, q_len, value_dim)`, with the parameters of `candle_nn::ops::sdpa`, which runs only on Metal.
 ///
-/// `mask` is added to scores, and `softcapping` is off at 1. `do_causal` puts the last query at the last key. Where candle ignores an argument,
+/// `mask` is added to scores, and `softcapping` is off at 1. `do_causal` puts the last query at the last key. This function obeys arguments
+/// that candle ignores:
 /// this function obeys it:
 ///
 /// | | `candle_nn::ops::sdpa` | here |
@@ -460,7 +464,7 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 /// | gradient | none, silently | an error |
 ///
 /// # Errors
-/// As [`attention`](crate::attention).
+/// The errors of [`attention`](crate::attention).
 pub fn sdpa(
     q: &Tensor,
     k: &Tensor,

@@ -11,7 +11,7 @@ use flashtile::cuda::{CudaEngine, Gpu, Memory, ScalarType, Session, with_session
 
 impl GpuStorage for CudaStorage {
     type Engine = CudaEngine;
-    /// Memory that another stream has written is waited for before, and other streams wait for its use after.
+    /// Before a launch uses memory, its stream waits for writes of other streams; afterwards, other streams wait for the launch.
     type Guard<'a> = SyncOnDrop<'a>;
 
     fn with_session<T>(device: &CudaDevice, run: impl FnOnce(&mut Session, &Gpu) -> Result<T>) -> Result<T> {
@@ -23,7 +23,7 @@ impl GpuStorage for CudaStorage {
         with_session(&stream, with).map_err(refused)?
     }
 
-    /// The session is of the device's stream.
+    /// The session already launches on the device's stream.
     fn launch(
         session: &mut Session,
         _: &CudaDevice,
@@ -58,8 +58,8 @@ impl GpuStorage for CudaStorage {
 
 fn read<'a, T: DeviceRepr>(slice: &'a CudaSlice<T>, on: &'a Gpu) -> (Memory, SyncOnDrop<'a>) {
     let (at, used) = slice.device_ptr(on.stream());
-    // SAFETY: the slice has these bytes. candle frees them on its stream, after the work that is there, and has the tensor locked against
-    // writing until the launches are there; later writes follow on the stream, or wait for what `used` records on it.
+    // SAFETY: the slice has these bytes. candle frees them on its stream, after the work queued there, and keeps the tensor locked against
+    // writing until the launches are queued; later writes follow on the stream, or wait for the event that `used` records on it.
     let memory = unsafe { on.borrow(ScalarType::U8, at, slice.num_bytes()) };
     (memory, used)
 }
@@ -67,8 +67,9 @@ fn read<'a, T: DeviceRepr>(slice: &'a CudaSlice<T>, on: &'a Gpu) -> (Memory, Syn
 fn write<'a, T: DeviceRepr>(slice: &'a mut CudaSlice<T>, on: &'a Gpu) -> (Memory, SyncOnDrop<'a>) {
     let bytes = slice.num_bytes();
     let (at, used) = slice.device_ptr_mut(on.stream());
-    // SAFETY: the slice has these bytes, and nothing else knows it until the launches are on the stream; later work follows there, or waits
-    // for what `used` records.
+    // SAFETY: the slice has these bytes, and nothing else refers to it until the launches are on the stream; later
+    // work follows there, or waits
+    // for the event that `used` records.
     let memory = unsafe { on.borrow(ScalarType::U8, at, bytes) };
     (memory, used)
 }

@@ -5,12 +5,12 @@ use crate::storage::{Op, Qkv, Stored, check_device, check_no_gradient, lse_dims}
 use candle_core::{Device, Result, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Attention with any options: out, and the logsumexp where [`Options::lse`] is set.
+/// Attention with any options. Returns out, and the logsumexp if [`Options::lse`] is set.
 ///
-/// Shapes are for [`TensorLayout::Bhsd`](crate::TensorLayout::Bhsd): q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and
-/// v `(batch, kv_heads, kv_len, value_dim)` give out `(batch, q_heads, q_len, value_dim)` and a logsumexp
-/// `(batch, q_heads, q_len)` in F32; packed ones give `(total, q_heads, value_dim)` and `(q_heads, total)`. `q_heads` is a multiple of
-/// `kv_heads`. All three are F32, F16 or BF16 alike, and are read in place whatever their strides, but that the last axis has stride 1.
+/// Shapes are for [`TensorLayout::Bhsd`](crate::TensorLayout::Bhsd): q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)`
+/// and v `(batch, kv_heads, kv_len, value_dim)` give out `(batch, q_heads, q_len, value_dim)` and a logsumexp `(batch, q_heads, q_len)` in
+/// F32; packed tensors give `(total, q_heads, value_dim)` and `(q_heads, total)`. `q_heads` is a multiple of `kv_heads`.
+/// All three have one dtype, F32, F16 or BF16, and are read in place. Any strides are accepted, but the last axis must have stride 1.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -24,9 +24,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// ```
 ///
 /// # Errors
-/// Where a tensor is not on the CPU (or, with the features `cuda` and `metal`, not on the device of the others), has another dtype, rank or
-/// shape, or a last axis whose stride is not 1, and where options contradict each other. Gradients are not computed: `backward()` through out is an error, and so are variables, or what is computed from them, as an
-/// additive mask, slopes or sinks, and as q, k or v where the logsumexp is asked for.
+/// If a tensor is not on the CPU (or, with the features `cuda` and `metal`, not on the device of the others), has another dtype, rank or
+/// shape, or a last axis whose stride is not 1, and if options contradict each other.
+///
+/// Gradients are not computed: `backward()` through out is an error. A variable, or a tensor computed from one, is an error as an additive
+/// mask, slopes or sinks, and also as q, k or v if the logsumexp is asked for.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
     apply("attention", Qkv { q, k, v }, options.clone())
 }

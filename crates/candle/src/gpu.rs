@@ -1,4 +1,4 @@
-//! Tensors on GPUs: read where they are, by launches in order with the kernels of candle.
+//! Tensors on GPUs, read in place by launches that are ordered with candle's kernels.
 
 #![allow(unsafe_code, reason = "memory for results is uninitialised")]
 
@@ -28,29 +28,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) trait GpuStorage: BackendStorage<Device: BackendDevice<Storage = Self>> + 'static {
     /// Computes attention on such a device.
     type Engine: Engine<Error: Into<flashtile::Error>>;
-    /// Orders memory that is lent with work elsewhere. It lives until the launches that use the memory are on the stream.
+    /// Orders the use of lent memory with work elsewhere. It lives until the launches that use the memory are on the stream.
     type Guard<'a>;
 
-    /// Calls a function with the session of a device of candle's, and with flashtile's device on its stream.
+    /// Calls a function with the session of a candle device, and with flashtile's device on the same stream.
     fn with_session<T>(
         device: &Self::Device,
         run: impl FnOnce(&mut Session<Self::Engine>, &DeviceOf<Self>) -> Result<T>,
     ) -> Result<T>;
 
-    /// Calls a function whose launches go to the stream or the encoder of a device of candle's.
+    /// Calls a function whose launches go to the stream or the encoder of a candle device.
     fn launch(
         session: &mut Session<Self::Engine>,
         device: &Self::Device,
         run: impl FnOnce(&mut Session<Self::Engine>) -> Result<()>,
     ) -> Result<()>;
 
-    /// All bytes, for launches that read them.
+    /// Lends all bytes to launches that read them.
     fn lend<'a>(&'a self, on: &'a DeviceOf<Self>) -> Result<(Memory<Self>, Self::Guard<'a>)>;
 
-    /// All bytes of storage that nothing else knows yet, for launches that write them.
+    /// Lends all bytes of storage that nothing else refers to yet, to launches that write them.
     fn lend_mut<'a>(&'a mut self, on: &'a DeviceOf<Self>) -> Result<(Memory<Self>, Self::Guard<'a>)>;
 
-    /// Storage as candle's tensors have it.
+    /// Converts to the storage that candle's tensors have.
     fn into_storage(self) -> Storage;
 }
 
@@ -60,7 +60,7 @@ pub(crate) type DeviceOf<S> = <<S as GpuStorage>::Engine as Engine>::Device;
 /// Memory of flashtile's device.
 pub(crate) type Memory<S> = MemoryOf<<S as GpuStorage>::Engine>;
 
-/// Attention over tensors of a device, and the logsumexp where the options ask for it.
+/// Attention over tensors of a device, and the logsumexp if the options ask for it.
 pub(crate) fn apply(
     name: &'static str,
     tensors: Qkv<&Tensor>,
@@ -79,7 +79,7 @@ pub(crate) fn apply(
     Ok((out, Some(Tensor::from_storage(lse, lse_dims(axes.q, q)?, BackpropOp::none(), false))))
 }
 
-/// Checks that all tensors of a call are on its device and need no gradient that it does not give, and makes its lists dense.
+/// Checks that all tensors of a call are on its device, and that none needs a gradient that the call does not give; makes its lists dense.
 fn prepare(tensors: Qkv<&Tensor>, options: &mut Options, device: &Device) -> Result<()> {
     tensors.each(|name, tensor| check_same_device(name, tensor, device))?;
     let list = |name, of: Option<Tensor>| of.map(|tensor| dense_list(name, &tensor, device)).transpose();
@@ -103,7 +103,7 @@ fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()>
     if tensor.device().same_device(device) {
         return Ok(());
     }
-    // Two candle devices may be of one GPU, and have streams or queues of their own.
+    // Two candle devices may share one GPU and have their own streams or queues.
     let (got, expected) = (tensor.device(), device.location());
     if got.location() == expected {
         bail!("{name} is on another candle device of {expected:?} than q, k or v: make all tensors on one")
@@ -111,7 +111,7 @@ fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()>
     bail!("{name} is on {:?}, and q, k or v on {expected:?}: move it with to_device", got.location())
 }
 
-/// A list of f32 on the device whose elements are contiguous.
+/// A list of contiguous f32 elements on the device.
 fn dense_list(name: &str, tensor: &Tensor, device: &Device) -> Result<Tensor> {
     check_same_device(name, tensor, device)?;
     check_no_gradient(name, tensor)?;
@@ -121,7 +121,7 @@ fn dense_list(name: &str, tensor: &Tensor, device: &Device) -> Result<Tensor> {
     }
 }
 
-/// An error of a view of a tensor.
+/// Names the tensor in an error of its view.
 fn of(name: &str, error: impl fmt::Display) -> Error {
     Error::msg(format!("{name}: {error}"))
 }
@@ -136,7 +136,7 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
         }
     }
 
-    /// The memory from the first element on, as elements of a type.
+    /// Lends the memory from the first element on, as elements of a type.
     fn lend(
         &self,
         on: &'a DeviceOf<S>,
@@ -157,13 +157,13 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
         Ok(Lent { name: self.name, memory, span, shape, strides, _guard: guard })
     }
 
-    /// The tensor as elements: no copy, whatever its strides, except that elements of `dim` are contiguous.
+    /// Lends the tensor as elements, without a copy. Any strides are accepted, but elements of `dim` must be contiguous.
     fn elements(&self, on: &'a DeviceOf<S>, axes: Axes) -> Result<Lent<'a, S>> {
         let (shape, strides) = logical(self.name, self.layout, axes)?;
         self.lend(on, scalar_type(self.dtype("F32, F16 or BF16")?), shape, strides)
     }
 
-    /// The tensor, one of those that [`prepare`] has made dense, as a list of f32.
+    /// Lends the tensor as a list of f32; [`prepare`] has made it dense.
     fn list(&self, on: &'a DeviceOf<S>) -> Result<Lent<'a, S>> {
         let len = self.layout.shape().elem_count();
         let mut list = self.lend(on, ScalarType::F32, [1, 1, 1, len], [len, len, len, 1])?;
@@ -171,7 +171,7 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
         Ok(list)
     }
 
-    /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
+    /// Lends the tensor as a mask: its elements are added to scores or, if `visible`, are bytes that say which keys are visible.
     fn mask(&self, on: &'a DeviceOf<S>, visible: bool) -> Result<(Lent<'a, S>, MaskKind)> {
         let (shape, strides) = logical_mask(self.layout)?;
         let kind = match (visible, self.storage.dtype()) {
@@ -216,7 +216,7 @@ struct Tensors<'a, S> {
     mask: Option<Stored<'a, S>>,
 }
 
-/// Calls a function with the memory of a tensor, if there is one.
+/// Calls a function with the memory of a tensor, if there is a tensor.
 fn read_option<S: 'static, T>(
     name: &'static str,
     tensor: Option<&Tensor>,
@@ -232,7 +232,7 @@ fn read_option<S: 'static, T>(
 struct Op {
     name: &'static str,
     options: Options,
-    /// Where the logsumexp is put.
+    /// Receives the logsumexp.
     lse: Arc<Mutex<Option<Storage>>>,
 }
 
@@ -331,7 +331,7 @@ impl Op {
         desc: &ProblemDesc,
         inputs: &GpuInputs<'_, Memory<S>>,
     ) -> Result<(S, Shape)> {
-        // A wrong problem is refused before there is memory for its result.
+        // An invalid problem is refused before memory is allocated for its result.
         session.plan(desc).map_err(refused)?;
         let (shape, axes) = (desc.dims.out_shape(), self.options.axes());
         let (dims, strides) = axes.q.dense(shape);
@@ -361,14 +361,14 @@ impl Op {
     }
 }
 
-/// New memory of candle's.
+/// New memory from candle.
 fn uninit<S: GpuStorage>(device: &S::Device, dims: &Shape, dtype: Dtype) -> Result<S> {
     let dtype = match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
     };
-    // SAFETY: nothing else knows the memory until launches that write all of it are on the stream.
+    // SAFETY: nothing else refers to the memory until launches that write all of it are on the stream.
     unsafe { device.alloc_uninit(dims, dtype) }
 }
 

@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use flashtile::{CacheDesc, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
 use std::cell::RefCell;
 
-/// Keys and values of many sequences, for all layers of a model, in pages, slots or rings, as elements or quantized.
+/// Keys and values of many sequences, for all layers of a model: in pages, slots or rings, as plain elements or quantized.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -37,7 +37,7 @@ impl KvCache {
     /// An empty cache in main memory.
     ///
     /// # Errors
-    /// Where the description is wrong, or there is no memory.
+    /// If the description is wrong, or there is no memory.
     pub fn new(desc: CacheDesc) -> Result<Self> {
         Ok(Self { inner: flashtile::KvCache::new(desc).map_err(refused)? })
     }
@@ -45,15 +45,15 @@ impl KvCache {
     /// A new, empty sequence.
     ///
     /// # Errors
-    /// Where all slots are taken.
+    /// If all slots are taken.
     pub fn create(&mut self) -> Result<SeqId> {
         self.inner.create().map_err(refused)
     }
 
-    /// A second sequence of the same tokens, in the same pages where there are pages.
+    /// A second sequence of the same tokens. In a paged cache, both use the same pages.
     ///
     /// # Errors
-    /// Where the sequence does not exist, or there is no room.
+    /// If the sequence does not exist, or there is no room.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
         self.inner.fork(seq).map_err(refused)
     }
@@ -61,15 +61,15 @@ impl KvCache {
     /// Ends a sequence and frees the pages that only it holds.
     ///
     /// # Errors
-    /// Where the sequence does not exist.
+    /// If the sequence does not exist.
     pub fn remove(&mut self, seq: SeqId) -> Result<()> {
         self.inner.remove(seq).map_err(refused)
     }
 
-    /// Tokens of a sequence.
+    /// Number of tokens of a sequence.
     ///
     /// # Errors
-    /// Where the sequence does not exist.
+    /// If the sequence does not exist.
     pub fn len(&self, seq: SeqId) -> Result<usize> {
         self.inner.len(seq).map_err(refused)
     }
@@ -77,33 +77,33 @@ impl KvCache {
     /// Keeps the first `len` tokens of a sequence.
     ///
     /// # Errors
-    /// Where the sequence does not exist, or has fewer tokens.
+    /// If the sequence does not exist, or has fewer tokens.
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<()> {
         self.inner.truncate(seq, len).map_err(refused)
     }
 
-    /// The cache itself, with everything else that it can do.
+    /// The cache itself, with all of its other methods.
     #[must_use]
     pub const fn inner(&self) -> &flashtile::KvCache {
         &self.inner
     }
 
-    /// The cache itself, to change it: to snapshot and restore sequences, or to give it the means of quantized keys
+    /// The cache itself, mutable: to snapshot and restore sequences, or to set the mean of quantized keys
     /// ([`set_key_mean`](flashtile::KvCache::set_key_mean)).
     pub const fn inner_mut(&mut self) -> &mut flashtile::KvCache {
         &mut self.inner
     }
 
-    /// Begins a step: adds this many tokens to each listed sequence, for every layer to fill in and attend to.
+    /// Begins a step: adds the given number of tokens to each listed sequence, which every layer then stores and attends to.
     ///
     /// # Errors
-    /// Where there is no room for the tokens; the cache is unchanged then.
+    /// If there is no room for the tokens; the cache is unchanged then.
     pub fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>> {
         Ok(Step { inner: self.inner.step(batch).map_err(refused)? })
     }
 }
 
-/// A step of a batch over a cache, begun by [`KvCache::step`]. Dropped without [`Step::finish`], it takes its tokens back.
+/// A step of a batch over a cache, begun by [`KvCache::step`]. If it is dropped without [`Step::finish`], it removes its tokens.
 #[derive(Debug)]
 #[must_use = "a step that is dropped takes its tokens back"]
 pub struct Step<'c> {
@@ -111,25 +111,25 @@ pub struct Step<'c> {
 }
 
 impl Step<'_> {
-    /// Stores k and v of a layer, and attends causally to them and to what the cache holds.
+    /// Stores k and v of a layer, and attends causally to them and to the earlier tokens in the cache.
     ///
-    /// q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence, as
-    /// the step listed them, and give out `(tokens, q_heads, value_dim)`. Where each sequence has equally many tokens, they may be
-    /// `(sequences, heads, tokens, dim)` too, and so is out then; tensors that were not made by transposing
-    /// `(sequences, tokens, heads, dim)` are copied unless one of the two counts is 1.
+    /// q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence,
+    /// as the step listed them, and give out `(tokens, q_heads, value_dim)`. If all sequences have the same number of tokens, they may also
+    /// be `(sequences, heads, tokens, dim)`, and out has these axes then. Such tensors are copied unless they were made by transposing
+    /// `(sequences, tokens, heads, dim)`, or one of `heads` and `tokens` is 1.
     ///
     /// # Errors
-    /// As [`attention`](crate::attention), and where the layer does not exist.
+    /// The errors of [`attention`](crate::attention), and an error if the layer does not exist.
     pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         Ok(self.attend_with(layer, q, k, v, &Options::decode())?.0)
     }
 
     /// [`Step::attend`] with the options of a layer, such as a window, a softcap, sinks or a mask, and with the logsumexp
-    /// `(q_heads, tokens)` where [`Options::lse`] asks for it. Without an offset, each token sits at its place in its sequence. With
+    /// `(q_heads, tokens)` if [`Options::lse`] asks for it. Without an offset, each token sits at its place in its sequence. With
     /// [`TensorLayout::Bshd`], tensors of four axes are `(sequences, tokens, heads, dim)`.
     ///
     /// # Errors
-    /// As [`Step::attend`], and where the options divide tensors into sequences, as the step does that.
+    /// The errors of [`Step::attend`], and an error if the options divide tensors into sequences: the step does that.
     pub fn attend_with(
         &mut self,
         layer: usize,
@@ -146,7 +146,7 @@ impl Step<'_> {
         match (q.dims(), k.rank(), v.rank()) {
             ([_, _, _], 3, 3) => self.packed(layer, tensors, options),
             (&[sequences, ..], 4, 4) if q.rank() == 4 => {
-                // `(sequences, tokens, heads, dim)`, and back.
+                // Transposes to `(sequences, tokens, heads, dim)`, and back.
                 let rows_first = |x: &Tensor| match options.layout {
                     TensorLayout::Bhsd => x.transpose(1, 2),
                     TensorLayout::Bshd => Ok(x.clone()),
@@ -201,7 +201,7 @@ impl Step<'_> {
     /// Keeps the tokens of the step.
     ///
     /// # Errors
-    /// Where the rows of a layer were not stored; the step takes its tokens back then.
+    /// If the rows of a layer were not stored; the step removes its tokens then.
     pub fn finish(self) -> Result<()> {
         self.inner.finish().map_err(refused)
     }
@@ -213,7 +213,7 @@ impl Step<'_> {
     }
 }
 
-/// Attends in a layer, and puts the logsumexp into `lse`, if that is given.
+/// Attends in a layer, and puts the logsumexp into `lse`, if there is one.
 fn attend(
     step: &mut flashtile::Step<'_>,
     layer: usize,

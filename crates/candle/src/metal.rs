@@ -1,8 +1,9 @@
-//! Tensors on Metal devices: read where they are, by launches in the encoder of candle's device.
+//! Tensors on Metal devices, read in place by launches in the encoder of candle's device.
 //!
 //! candle allocates buffers whose hazards Metal does not track, and gives one concurrent encoder to all of its kernels. Its
-//! [`ComputeCommandEncoder`] puts a barrier where a launch uses what another writes, and fences between encoders, by what it is told of each
-//! buffer. Launches go through it, so that it knows theirs as it knows candle's own.
+//! [`ComputeCommandEncoder`] is told of each buffer that a launch uses. It puts a barrier before a launch that
+//! uses what another writes, and
+//! fences between encoders. flashtile's launches go through it, so it knows the buffers they use as it knows candle's own.
 
 #![allow(unsafe_code, reason = "flashtile borrows buffers, and an encoder, of candle's")]
 
@@ -19,15 +20,15 @@ use flashtile::metal::{Encode, ForeignEncoder, Gpu, Memory, Metal, ScalarType, S
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// Devices of candle whose sessions are kept: more than a program uses at a time.
+/// Number of candle devices whose sessions are kept: more than a program uses at a time.
 const MAX_DEVICES: usize = 4;
 
-/// A session for each device of candle, most recently used first. Threads share it: all encode into the device's one encoder, in order.
+/// A session for each candle device, most recently used first. Threads share sessions: all encode into the device's one encoder, in order.
 static SESSIONS: Mutex<Vec<(DeviceId, Session)>> = Mutex::new(Vec::new());
 
 impl GpuStorage for MetalStorage {
     type Engine = PortableEngine<Gpu>;
-    /// candle's encoder orders launches by the buffers that it is told of.
+    /// No guard is needed: candle's encoder orders launches by the buffers that it is told of.
     type Guard<'a> = ();
 
     fn with_session<T>(device: &MetalDevice, run: impl FnOnce(&mut Session, &Gpu) -> Result<T>) -> Result<T> {
@@ -56,15 +57,16 @@ impl GpuStorage for MetalStorage {
         let encoder = Box::new(Encoder(commands.as_ref().clone()));
         // SAFETY: the encoder is candle's open one, which `commands` keeps from others, and candle's command buffers retain what they use.
         let encoded = unsafe { session.encode_in_foreign(encoder, |session| Ok(run(session))) };
-        // Until here, nothing else may encode.
+        // Nothing else may encode until here.
         drop(commands);
         encoded.map_err(refused)?
     }
 
     fn lend(&self, on: &Gpu) -> Result<(Memory, ())> {
         let buffer: &ProtocolObject<dyn MTLBuffer> = self.buffer().as_ref();
-        // SAFETY: candle's encoder orders all work on the buffer, which is hazard-untracked, as it is told of each launch; the CPU writes to
-        // no buffer of a tensor.
+        // SAFETY: the buffer is hazard-untracked, but candle's encoder is told of each launch and orders all work on the
+        // buffer; the CPU writes to no
+        // buffer of a tensor.
         let memory = unsafe { on.borrow(buffer.retain(), 0, ScalarType::U8, buffer.length()) };
         Ok((memory.map_err(Error::msg)?, ()))
     }
@@ -92,8 +94,8 @@ impl fmt::Debug for Encoder {
 // references of Objective-C objects is atomic.
 unsafe impl Send for Encoder {}
 
-// SAFETY: every call is candle's own function for it, in order. candle's encoder puts a barrier before a launch that uses a buffer which one
-// before it writes, or writes one that is used, and its device has encoders wait for the fences of those before.
+// SAFETY: every call is candle's own function for it, in order. candle's encoder puts a barrier before a launch that uses a buffer that an
+// earlier launch writes, or writes one that an earlier launch uses; candle's device makes encoders wait for the fences of earlier ones.
 unsafe impl ForeignEncoder for Encoder {
     fn set_pipeline(&mut self, pipeline: &ProtocolObject<dyn MTLComputePipelineState>) {
         self.0.set_compute_pipeline_state(&ComputePipeline::new(pipeline.retain()));

@@ -10,17 +10,17 @@ use flashtile::{
 };
 use std::sync::{Mutex, PoisonError};
 
-/// A mask `(queries, keys)` or `(batch, heads, queries, keys)`; for packed tensors and pages `batch` is the number of sequences, and queries
-/// and keys are as many as the longest has. Axes of size 1 are broadcast, and so are axes of stride 0, as
-/// `expand` makes them. The last axis has stride 1 or 0.
+/// A mask `(queries, keys)` or `(batch, heads, queries, keys)`. For packed tensors and pages, `batch` is the number of sequences, and
+/// `queries` and `keys` are the largest numbers in any sequence. Axes of size 1 are broadcast, and so are axes of stride 0, which `expand`
+/// makes. The last axis has stride 1 or 0.
 ///
-/// Masks of candle's models often have 1 where a key is *hidden*, for `where_cond`: `mask.eq(0u8)` makes a [`Mask::Visible`] of one.
+/// Models in candle often build masks for `where_cond`, with 1 where a key is *hidden*: `mask.eq(0u8)` makes a [`Mask::Visible`] of one.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Mask {
     /// U8: a key is visible where the element is not 0.
     Visible(Tensor),
-    /// F32, F16 or BF16, whatever q is: added to the score in f32. `-inf` hides a key.
+    /// F32, F16 or BF16, independent of the dtype of q: added to the score in f32. `-inf` hides a key.
     Additive(Tensor),
 }
 
@@ -50,16 +50,17 @@ impl Mask {
 pub struct Options {
     /// Order of the axes of q, k, v and out.
     pub layout: TensorLayout,
-    /// Which keys a query sees by its position.
+    /// The keys that a query sees by its position.
     pub visibility: Visibility,
-    /// Key position of query row 0. Must be given where visibility or ALiBi depend on positions and there are more or fewer keys
-    /// than queries, or [`Options::kv_lens`].
+    /// Key position of query row 0. It is required if visibility or ALiBi depend on positions, and the number of keys
+    /// differs from the number of
+    /// queries or [`Options::kv_lens`] are given.
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
     /// `c` of `softcap(x) = c * tanh(x / c)`.
     pub softcap: Option<f32>,
-    /// Which keys each query sees, or what is added to scores.
+    /// The keys that each query sees, or terms that are added to scores.
     pub mask: Option<Mask>,
     /// Slopes `(heads of q)` in F32: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
     pub alibi_slopes: Option<Tensor>,
@@ -67,9 +68,9 @@ pub struct Options {
     pub sinks: Option<Tensor>,
     /// How the tensors divide into sequences.
     pub sequences: Sequences,
-    /// Which page holds which token, of [`Sequences::Cached`].
+    /// The block tables of [`Sequences::Cached`], which name the page of each token.
     pub tables: Option<BlockTables>,
-    /// Whether [`attention`](crate::attention) also returns the logsumexp.
+    /// True if [`attention`](crate::attention) also returns the logsumexp.
     pub lse: bool,
 }
 
@@ -81,7 +82,7 @@ impl Options {
     }
 
     /// A query sees the keys up to its own position. With as many keys as queries, query `i` sits at key `i`; otherwise
-    /// [`Options::q_offset`] has to say where.
+    /// [`Options::q_offset`] must say where.
     #[must_use]
     pub fn causal() -> Self {
         Self { visibility: Visibility::causal(), ..Self::default() }
@@ -100,7 +101,8 @@ impl Options {
         self
     }
 
-    /// Hides keys more than `left` before or more than `right` after the position of a query, whose own key does not count. A side
+    /// Hides keys more than `left` before or more than `right` after the position of a query. The key at that
+    /// position does not count. A side
     /// of `None` is unbounded.
     #[must_use]
     pub fn window(mut self, left: impl Into<Option<usize>>, right: impl Into<Option<usize>>) -> Self {
@@ -108,7 +110,7 @@ impl Options {
         self
     }
 
-    /// Sets the key position of query row 0: bottom-right is the convention of FlashAttention, top-left that of PyTorch.
+    /// Sets the key position of query row 0: bottom-right is FlashAttention's convention, top-left is PyTorch's.
     #[must_use]
     pub const fn q_offset(mut self, offset: QOffset) -> Self {
         self.q_offset = Some(offset);
@@ -150,7 +152,7 @@ impl Options {
         self
     }
 
-    /// Gives each batch entry its own number of keys; rows of k and v past it are padding, and never read.
+    /// Gives each batch entry its own number of keys. Rows of k and v past it are padding, and are never read.
     #[must_use]
     pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
         self.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
@@ -158,7 +160,7 @@ impl Options {
         self
     }
 
-    /// Says where packed sequences start: cumulative lengths from 0 to the total. The tensors are `(total, heads, dim)`.
+    /// Sets the starts of packed sequences: cumulative lengths from 0 to the total. The tensors are `(total, heads, dim)`.
     #[must_use]
     pub fn cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.sequences = Sequences::Packed { cu_seqlens_q: q.to_vec(), cu_seqlens_k: k.to_vec() };
@@ -183,7 +185,7 @@ impl Options {
         self
     }
 
-    /// Calls a function with these options as flashtile has them, without sequences.
+    /// Calls a function with these options as flashtile's, without sequences.
     pub(crate) fn with<T>(&self, run: impl FnOnce(&Attention<'_>) -> Result<T>) -> Result<T> {
         let slopes = self.alibi_slopes.as_ref().map(|of| list_f32("alibi_slopes", of)).transpose()?;
         let sinks = self.sinks.as_ref().map(|of| list_f32("sinks", of)).transpose()?;
@@ -230,12 +232,12 @@ impl Options {
     pub(crate) fn set_sequences(&self, desc: &mut ProblemDesc) {
         desc.sequences = self.sequences.clone();
         if let Sequences::Cached { kv_lens, .. } = &self.sequences {
-            // Pools are not the keys of a batch entry.
+            // The shape of the pools does not tell the number of keys of a batch entry.
             desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
         }
     }
 
-    /// Computes, and puts the logsumexp into `lse` where these options ask for it.
+    /// Computes attention, and puts the logsumexp into `lse` if these options ask for it.
     pub(crate) fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
         let axes = self.axes();
         let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
@@ -257,7 +259,7 @@ fn compute(
     lse: Option<&Mutex<Vec<f32>>>,
 ) -> Result<(CpuStorage, Shape)> {
     Runner::with_current(|runner| {
-        // A wrong problem is refused before there is memory for its result.
+        // An invalid problem is refused before memory is allocated for its result.
         let shape = runner.plan(desc).map_err(refused)?.problem().dims().out_shape();
         write_new(inputs.q.dtype(), shape, axes.q, |out| {
             let mut outputs = Outputs::new(out);

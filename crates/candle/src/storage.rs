@@ -77,12 +77,12 @@ impl Axes {
     }
 }
 
-/// An error of flashtile as one of candle.
+/// Converts an error of flashtile to one of candle.
 pub(crate) fn refused(error: impl Into<flashtile::Error>) -> Error {
     Error::wrap(error.into())
 }
 
-/// The error for a tensor on a device.
+/// The error for a tensor on a device that is not supported.
 pub(crate) fn unsupported_device(name: &str, location: DeviceLocation) -> Error {
     let why = if cfg!(any(feature = "cuda", feature = "metal")) {
         "where flashtile-candle does not compute this"
@@ -136,7 +136,7 @@ pub(crate) fn logical_mask(layout: &Layout) -> Result<([usize; 4], [usize; 4])> 
     Ok((shape, of))
 }
 
-/// Checks that every element of a layout, which has some, lies in memory of `len` elements.
+/// Checks that every element of a layout with elements lies in memory of `len` elements.
 #[cfg(any(feature = "cuda", feature = "metal"))]
 pub(crate) fn check_inside(name: &str, layout: &Layout, len: usize) -> Result<()> {
     let mut axes = layout.dims().iter().zip(layout.stride());
@@ -149,7 +149,7 @@ pub(crate) fn check_inside(name: &str, layout: &Layout, len: usize) -> Result<()
     Ok(())
 }
 
-/// Memory of a tensor, and how it is laid out.
+/// Memory and layout of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stored<'a, S = CpuStorage> {
     pub(crate) name: &'static str,
@@ -167,7 +167,7 @@ impl<S: BackendStorage> Stored<'_, S> {
 impl<'a> Stored<'a> {
     fn elements<T: WithDType>(&self) -> Result<&'a [T]> {
         if self.layout.shape().elem_count() == 0 {
-            // Its offset may lie past the end.
+            // The offset of an empty tensor may lie past the end.
             return Ok(&[]);
         }
         let all = self.storage.as_slice::<T>()?;
@@ -175,7 +175,7 @@ impl<'a> Stored<'a> {
             .ok_or_else(|| Error::msg(format!("{} lies outside its memory", self.name)))
     }
 
-    /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are contiguous.
+    /// The tensor as a view, without a copy. Any strides are accepted, but elements of `dim` must be contiguous.
     pub(crate) fn view(&self, axes: Axes) -> Result<TensorView<'a>> {
         let (shape, strides) = logical(self.name, self.layout, axes)?;
         let view = match self.storage {
@@ -187,7 +187,7 @@ impl<'a> Stored<'a> {
         view.map_err(|error| Error::msg(format!("{}: {error}", self.name)))
     }
 
-    /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
+    /// The tensor as a mask: its elements are added to scores or, if `visible`, are bytes that say which keys are visible.
     pub(crate) fn mask(&self, visible: bool) -> Result<MaskView<'a>> {
         let (shape, strides) = logical_mask(self.layout)?;
         let mask = match (self.storage, visible) {
@@ -217,7 +217,7 @@ pub(crate) fn write_new(
 ) -> Result<(CpuStorage, Shape)> {
     let (dims, strides) = axes.dense(shape);
     let len = dims.elem_count();
-    // Zeroed memory of integers comes from the system as it is; of half-precision types it would be written.
+    // `vec!` takes zeroed memory of integers from the system as it is, but writes zeros to memory of half-precision types.
     let storage = match dtype {
         Dtype::F32 => fill(zeros(0f32, len)?, shape, strides, write),
         Dtype::F16 => fill(zeros(0u16, len)?.reinterpret_into::<f16>(), shape, strides, write),
@@ -226,13 +226,13 @@ pub(crate) fn write_new(
     Ok((storage?, dims))
 }
 
-/// A list of zeros, or an error where there is no memory: `vec!` alone would end the process.
+/// A list of zeros, or an error if there is no memory: `vec!` alone would end the process.
 pub(crate) fn zeros<T: Clone>(zero: T, len: usize) -> Result<Vec<T>> {
     let mut room: Vec<T> = Vec::new();
     if room.try_reserve_exact(len).is_err() {
         return Err(refused(flashtile::Error::Memory { bytes: len.saturating_mul(size_of::<T>()) }));
     }
-    // `vec!` takes zeroed pages from the system, where a reserved list would be written; the compiler may not drop the reservation.
+    // `vec!` takes zeroed pages from the system, but zeros would be written to a reserved list. The compiler may not drop the reservation.
     drop(std::hint::black_box(room));
     Ok(vec![zero; len])
 }
@@ -247,7 +247,7 @@ fn fill<T: Element + WithDType>(
     Ok(T::to_cpu_storage_owned(all))
 }
 
-/// An error of flashtile as one of candle, with shapes in the order of the axes that the caller's tensors have.
+/// Converts an error of flashtile to one of candle, with shapes in the axis order of the caller's tensors.
 pub(crate) fn refused_shape(error: impl Into<flashtile::Error>, axes: CallAxes) -> Error {
     let error = error.into();
     let (tensor, expected, got) = match error {
@@ -268,7 +268,7 @@ pub(crate) struct CallAxes {
     pub(crate) kv: Axes,
 }
 
-/// Refuses a tensor whose gradient would be lost without a word.
+/// Refuses a tensor whose gradient would be lost silently.
 pub(crate) fn check_no_gradient(name: &str, tensor: &Tensor) -> Result<()> {
     if tensor.track_op() {
         bail!("{name} is a variable or computed from one, and has no gradient here: call detach() on it")
@@ -296,14 +296,13 @@ pub(crate) struct Qkv<T> {
 }
 
 impl<T> Qkv<T> {
-    /// The same function of each, with its name.
+    /// Applies a function to each of the three, with its name.
     pub(crate) fn each<U>(self, f: impl Fn(&'static str, T) -> Result<U>) -> Result<Qkv<U>> {
         Ok(Qkv { q: f("q", self.q)?, k: f("k", self.k)?, v: f("v", self.v)? })
     }
 }
 
-/// A function of three tensors as an operator of candle. While it runs, the tensors are locked for reading, also where they share
-/// memory.
+/// A function of three tensors as an operator of candle. While it runs, the tensors are locked for reading, even if they share memory.
 pub(crate) struct Op<F> {
     pub(crate) name: &'static str,
     pub(crate) run: F,
@@ -339,7 +338,7 @@ impl<F: FnOnce(&dyn Any, &Layout)> Read<F> {
         if let Some(run) = self.run.take() {
             run(storage, layout);
         }
-        // An operator gives a tensor. This one has none, and memory of a device for it would be allocated in vain.
+        // An operator must return a tensor. This one has none; the error saves the device memory of an empty one.
         Err(Error::Msg(String::new()))
     }
 }
@@ -362,8 +361,8 @@ impl<F: FnOnce(&dyn Any, &Layout)> CustomOp1 for Read<F> {
     }
 }
 
-/// Calls a function with the memory of a tensor, which is locked for reading. Unlike `Tensor::storage_and_layout`, this cannot wait
-/// for itself where another tensor of the same memory is locked already.
+/// Calls a function with the memory of a tensor, which is locked for reading. Unlike `Tensor::storage_and_layout`, this cannot deadlock
+/// if another tensor of the same memory is locked already.
 pub(crate) fn read<S: 'static, T>(
     name: &'static str,
     tensor: &Tensor,
@@ -424,7 +423,7 @@ mod tests {
     #[test]
     fn another_device_is_named() {
         let error = unsupported_device("alibi_slopes", DeviceLocation::Cuda { gpu_id: 3 }).to_string();
-        // A backtrace follows where the environment asks for one.
+        // A backtrace follows if the environment asks for one.
         assert_eq!(
             error.lines().next().unwrap(),
             "alibi_slopes is on Cuda { gpu_id: 3 }, flashtile-candle computes on the CPU: move it with to_device"

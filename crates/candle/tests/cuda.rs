@@ -5,9 +5,10 @@
 //! ```
 //!
 //! Prints a line for each case with the largest difference from candle's matmul and softmax in f64 and f32, goes on after a failure, and
-//! exits with 1 if there was one. Without names, all groups of cases run, each in a process of its own: they compile kernels at the same
-//! time, and a fault of the device ends one of them alone. Times are measured after them. With `--cpu`, the same cases run on the CPU, so that a machine without a
-//! device can check them; what is about devices is left out. Without a device, it says so and exits with 0.
+//! exits with 1 if there was one. Without names, all groups of cases run, each in its own process: the processes
+//! compile kernels at the same
+//! time, and a fault of the device ends only one of them. Times are measured afterwards. With `--cpu`, the cases run on the CPU, so that a
+//! machine without a device can check them; cases about devices are left out. Without a device, the program says so and exits with 0.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "the report")]
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
         Err(error) => {
             let error = error.to_string();
             println!("SKIPPED, nothing ran: no CUDA device: {}", error.lines().next().unwrap_or_default());
-            // Who names groups has one.
+            // A caller who names groups expects a device.
             return if names.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         }
     };
@@ -64,13 +65,13 @@ fn main() -> ExitCode {
     } else {
         drop(device);
         let (together, alone) = wanted.split_at(wanted.len() - 1);
-        // Both run, whatever the first said.
+        // Both run, even if the first fails.
         in_processes(together) & in_processes(alone)
     };
     if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs each group in a process, all at the same time, and prints what they say one after another. Whether none failed.
+/// Runs each group in a process, all at the same time, and prints their output one after another. Returns true if none failed.
 fn in_processes(groups: &[&Group]) -> bool {
     let start = Instant::now();
     let program = std::env::current_exe().unwrap();
@@ -92,7 +93,7 @@ fn in_processes(groups: &[&Group]) -> bool {
     failed.is_empty()
 }
 
-/// The cases so far.
+/// The results of the cases so far.
 struct Run {
     device: Device,
     cases: usize,
@@ -102,7 +103,7 @@ struct Run {
 /// The result of a case.
 enum Found {
     Distance(Distance),
-    /// Something else that it measured.
+    /// Another measurement.
     Said(String),
 }
 
@@ -125,7 +126,7 @@ impl Run {
     }
 }
 
-/// How far a result is from candle's operators.
+/// The distance of a result from candle's operators.
 struct Distance {
     f64: f64,
     f32: f64,
@@ -134,11 +135,11 @@ struct Distance {
 
 impl Distance {
     fn is_near(&self) -> bool {
-        // Not so for NaN. candle's own f32 is rounded, too.
+        // A NaN is not near. candle's own f32 result is rounded, too.
         self.f64 <= self.most && self.f32 <= self.most + 2e-6
     }
 
-    /// The larger one of each.
+    /// The larger distance of each kind.
     fn or(self, other: Self) -> Self {
         let max = |a: f64, b: f64| if a > b || a.is_nan() { a } else { b };
         Self { f64: max(self.f64, other.f64), f32: max(self.f32, other.f32), most: self.most }
@@ -151,8 +152,9 @@ impl std::fmt::Display for Distance {
     }
 }
 
-/// How far a result may be from the reference for elements of k and v up to 1. In half precision, the result is rounded once, and each
-/// probability is: by at most half a unit in the last place of 1 each.
+/// The largest permitted distance from the reference, for elements of k and v up to 1. In half precision, the
+/// result and each probability are
+/// rounded once, each by at most half a unit in the last place of 1.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2e-6,
@@ -162,7 +164,7 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// The largest difference of two tensors; NaN where one of them has one.
+/// The largest difference of two tensors; NaN if one of them has a NaN.
 fn distance(a: &Tensor, b: &Tensor) -> Result<f64> {
     assert_eq!(a.dims(), b.dims());
     let list = |x: &Tensor| x.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>();
@@ -206,14 +208,14 @@ impl Terms {
         Self { scale, ..Self::default() }
     }
 
-    /// With a bias for `[head, query, key]`.
+    /// Adds a bias for `[head, query, key]`.
     fn bias(mut self, [h, q, k]: [usize; 3], of: impl Fn([usize; 3]) -> f64) -> Self {
         let all: Vec<f64> = (0..h * q * k).map(|n| of([n / (q * k), n / k % q, n % k])).collect();
         self.bias = Some(Tensor::from_vec(all, (1, h, q, k), &Device::Cpu).unwrap());
         self
     }
 
-    /// With a window whose last query sits at the last key.
+    /// Adds a window whose last query sits at the last key.
     fn window(self, [q_len, kv_len]: [usize; 2], left: Option<usize>, right: Option<usize>) -> Self {
         self.bias([1, q_len, kv_len], |[_, i, j]| {
             let at = i + kv_len - q_len;
@@ -222,7 +224,7 @@ impl Terms {
         })
     }
 
-    /// With ALiBi beside causality, the last query at the last key.
+    /// Adds ALiBi and causality, with the last query at the last key.
     fn causal_alibi(self, [q_len, kv_len]: [usize; 2], slopes: &[f32]) -> Self {
         self.bias([slopes.len(), q_len, kv_len], |[h, i, j]| {
             let at = i + kv_len - q_len;
@@ -262,7 +264,7 @@ fn swap(x: &Tensor) -> Tensor {
     x.transpose(1, 2).unwrap()
 }
 
-/// How far out `(batch, seq, heads, dim)`, which must be on the device of q, is from candle's.
+/// The distance of out `(batch, seq, heads, dim)`, which must be on the device of q, from candle's.
 fn near([q, k, v]: [&Tensor; 3], terms: &Terms, out: &Tensor) -> Result<Found> {
     Ok(Found::Distance(distances([q, k, v], terms, out)?))
 }
@@ -501,13 +503,13 @@ fn packed(run: &mut Run) {
 
 const PAGE: usize = 16;
 
-/// Pools of pages with the rows of k and v, and a table `(sequences, blocks)`. Pages are in reverse order; what is unused is NaN.
+/// Pools of pages with the rows of k and v, and a table `(sequences, blocks)`. Pages are in reverse order; unused rows are NaN.
 fn pages([k, v]: [&Tensor; 2]) -> Result<[Tensor; 3]> {
     let (heads, dim) = (k.dim(1)?, k.dim(2)?);
     let width = K_LENS.iter().map(|len| len.div_ceil(PAGE)).max().unwrap();
     let blocks = K_LENS.iter().map(|len| len.div_ceil(PAGE)).sum::<usize>() + 1;
     let mut table = vec![-1i32; K_LENS.len() * width];
-    // The last row stands for all that is unused.
+    // The last row stands for all unused rows.
     let unused = k.dim(0)? as u32;
     let mut rows = vec![unused; blocks * PAGE];
     let (mut free, mut start) = (blocks, 0);
@@ -605,7 +607,7 @@ fn plans(run: &mut Run) {
     run.case("on another thread, F16", |device| {
         let [q, k, v] = &inputs([2, 200, 300, 8, 2, 64], DType::F16, device)?;
         let terms = Terms::scale(0.125);
-        // The stream of a candle device may stand for another one on each thread.
+        // The stream of a candle device may be another one on each thread.
         device.synchronize()?;
         std::thread::scope(|scope| {
             let near = || near([q, k, v], &terms, &flash_attn(q, k, v, 0.125, false)?);
@@ -614,7 +616,7 @@ fn plans(run: &mut Run) {
     });
 }
 
-/// Products that take the device a while, each of the one before it.
+/// A chain of products that keeps the device busy for a while: each multiplies the result of the one before it.
 struct Chain {
     start: Tensor,
     factor: Tensor,
@@ -625,7 +627,7 @@ impl Chain {
 
     fn new(device: &Device) -> Result<Self> {
         let make = |seed| random(&[Self::SIZE, Self::SIZE], seed, DType::F32, device);
-        // Products keep the size of elements.
+        // Products keep the magnitude of elements.
         let factor = (make(12)? / (Self::SIZE as f64 / 3.0).sqrt())?;
         Ok(Self { start: make(11)?, factor })
     }
@@ -639,11 +641,11 @@ impl Chain {
     }
 }
 
-/// Work before and after a call, in order of the stream alone.
+/// Work before and after a call, ordered by the stream alone.
 fn in_order(device: &Device) -> Result<Found> {
     let dtype = DType::F16;
     let shape = [2, 200, 8, 64];
-    // Both the kernels and the plan are there: nothing below waits for the host.
+    // After this call, the kernels and the plan exist: nothing below waits for the host.
     let [q, k, v] = &inputs([2, 200, 200, 8, 8, 64], dtype, device)?;
     flash_attn(q, k, v, 0.125, true)?;
     let chain = Chain::new(device)?;
@@ -655,7 +657,7 @@ fn in_order(device: &Device) -> Result<Found> {
         let out = flash_attn(&q, &k, &v, 0.125, true)?.affine(2.0, 1.0)?;
         (out, q.copy()?)
     };
-    // Memory that the call read is free, and written by whatever comes next.
+    // The memory that the call read is free now, and the next work writes it.
     let junk: Vec<Tensor> =
         (0..4).map(|_| Tensor::full(1000f32, &shape, device)?.to_dtype(dtype)).collect::<Result<_>>()?;
     let (k, v) = ((&kept * 0.5)?, kept.affine(-1.0, 0.25)?);
@@ -664,12 +666,12 @@ fn in_order(device: &Device) -> Result<Found> {
     let spread = kept.to_dtype(DType::F32)?.flatten_all()?.sqr()?.mean_all()?.to_scalar::<f32>()?;
     assert!(spread > 1e-3, "the chain ends in zeros: {spread}");
     let mut found = distances([&kept, &k, &v], &terms, &out.affine(0.5, -0.5)?)?;
-    // Twice as far, and rounded twice more to a dtype of values up to 4, then up to 2.
+    // The result is doubled, and rounded twice more: with values up to 4, then up to 2.
     found.most += 3.0 * 2f64.powi(-11) * 2.0;
     Ok(Found::Distance(found))
 }
 
-/// How long calls take while the device is busy.
+/// The time that calls take while the device is busy.
 fn does_not_wait(device: &Device) -> Result<Found> {
     let [q, k, v] = &inputs([2, 200, 200, 8, 8, 64], DType::F16, device)?;
     let [pq, pk, pv] = &packed_inputs(DType::F16, device)?;
@@ -711,7 +713,7 @@ fn streams(run: &mut Run) {
     });
 }
 
-/// Milliseconds of a call, the least of 20 of them, each waited for.
+/// Milliseconds of the fastest of 20 calls, each of which is waited for.
 fn milliseconds(device: &Device, call: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let mut least = f64::INFINITY;
     for _ in 0..20 {
@@ -743,7 +745,7 @@ fn speed(run: &mut Run) {
     }
 }
 
-/// The first line of an error, which must say something.
+/// The first line of an error, which must contain `expected`.
 fn refused<T: std::fmt::Debug>(result: Result<T>, expected: &str) -> Result<String> {
     let error = match result {
         Ok(value) => bail!("expected an error with {expected:?}, got {value:?}"),
@@ -756,7 +758,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, expected: &str) -> Result<Stri
     Ok(line)
 }
 
-/// A name, and what is refused.
+/// A name, and a call that is refused.
 type Refusal = (&'static str, fn(&Device) -> Result<String>);
 
 fn refusals(run: &mut Run) {

@@ -1,4 +1,4 @@
-//! The adapter of the example, which a user could write.
+//! The adapter of the example, as a user could write it.
 
 #[path = "../../examples/adapter.rs"]
 #[allow(dead_code, unreachable_pub)]

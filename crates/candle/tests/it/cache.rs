@@ -108,7 +108,7 @@ fn options_of_a_layer() -> Result<()> {
     assert!(same(&lse.expect("asked for"), &expected.expect("asked for").squeeze(0)?));
     let error = step.attend_with(1, &q, &k, &v, &Options::decode().kv_lens(&[20])).unwrap_err().to_string();
     assert!(error.contains("a step does that"), "{error}");
-    // Layer 1 did not attend: the tokens are taken back.
+    // Layer 1 did not attend, so the step removes its tokens.
     let error = step.finish().unwrap_err().to_string();
     assert!(error.contains("layer 1"), "{error}");
     assert_eq!(cache.len(seq)?, 0);

@@ -1,4 +1,4 @@
-//! What is refused, and how it is said.
+//! Calls that are refused, and their messages.
 
 use crate::random;
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -6,7 +6,7 @@ use flashtile_candle::flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
 use flashtile_candle::*;
 
 fn said<T: std::fmt::Debug>(result: Result<T>) -> String {
-    // A backtrace follows where the environment asks for one.
+    // A backtrace follows if the environment asks for one.
     result.unwrap_err().to_string().lines().next().unwrap_or_default().to_owned()
 }
 
@@ -102,7 +102,7 @@ fn options() -> Result<()> {
     let mut unused = Options::full();
     unused.tables = Some(tables.clone());
     assert_eq!(said(attention(&q, &kv, &kv, &unused)), "tables was given but the problem does not have it");
-    // The last word counts.
+    // The last setting counts.
     let again = Options::full().paged(&[0, 4], tables).kv_lens(&[9]);
     assert_eq!(attention(&q, &kv, &kv, &again)?.0.dims(), [1, 2, 4, 8]);
     Ok(())

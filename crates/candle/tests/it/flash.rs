@@ -46,7 +46,7 @@ fn dense_matches_matmul_and_softmax() -> Result<()> {
     Ok(())
 }
 
-/// Whether candle-flash-attn hides key `j` from query `i`.
+/// Returns true if candle-flash-attn hides key `j` from query `i`.
 fn hidden([i, j]: [usize; 2], [q_len, kv_len]: [usize; 2], window: [Option<usize>; 2]) -> bool {
     let at = i as i64 + kv_len as i64 - q_len as i64;
     let [left, right] = window.map(|side| side.filter(|&n| n <= kv_len).map(|n| n as i64));
@@ -175,7 +175,7 @@ fn causal_terms(len: usize) -> Terms {
 const Q_LENS: [usize; 3] = [7, 0, 20];
 const K_LENS: [usize; 3] = [19, 5, 20];
 
-/// Sums of lengths after a 0.
+/// Cumulative lengths, after a 0.
 fn cumulative(lens: &[usize]) -> Tensor {
     let ends = lens.iter().scan(0u32, |sum, &n| {
         *sum += n as u32;
@@ -191,7 +191,7 @@ fn packed(dtype: DType) -> Result<[Tensor; 5]> {
     Ok([q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?, cumulative(&Q_LENS), cumulative(&K_LENS)])
 }
 
-/// Computes each sequence by itself, with what `f` makes of q, k and v `(1, seq, heads, dim)`, and joins the results.
+/// Applies `f` to q, k and v `(1, seq, heads, dim)` of each sequence by itself, and joins the results.
 fn each_sequence(
     [q, k, v]: [&Tensor; 3],
     f: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
@@ -266,7 +266,7 @@ fn lengths_may_be_signed_or_strided() -> Result<()> {
 
 #[test]
 fn agrees_with_the_packed_attention_of_candle_nn() -> Result<()> {
-    // Its lists are lengths, and its queries start at key 0: they sit at the end where there are as many keys.
+    // candle-nn takes lengths, and its queries start at key 0. With as many keys as queries, they also sit at the end.
     let lens = [13usize, 1, 26];
     let total = lens.iter().sum();
     let [q, k, v] = inputs([1, total, total, 4, 2, 32], DType::F32);
@@ -301,7 +301,7 @@ fn a_sequence_without_keys_gives_zeros() -> Result<()> {
     Ok(())
 }
 
-/// Pools of pages with the rows of k and v, and a table; pages lie in reverse order, and what is unused is NaN.
+/// Pools of pages with the rows of k and v, and a table. Pages lie in reverse order, and unused rows are NaN.
 fn pages(k: &Tensor, v: &Tensor, page: usize) -> Result<[Tensor; 3]> {
     let width = K_LENS.iter().map(|len| len.div_ceil(page)).max().unwrap_or(0);
     let (heads, dim) = (k.dim(1)?, k.dim(2)?);

@@ -22,7 +22,7 @@ fn random(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_vec(all, shape, &Device::Cpu).unwrap()
 }
 
-/// What the reference adds to `q . k`.
+/// Options of the reference.
 #[derive(Default)]
 struct Terms {
     scale: f64,
@@ -38,7 +38,7 @@ impl Terms {
         Self { scale, ..Self::default() }
     }
 
-    /// With a bias for `[batch, head, query, key]`.
+    /// Adds a bias for `[batch, head, query, key]`.
     fn bias(mut self, dims: [usize; 4], of: impl Fn([usize; 4]) -> f64) -> Self {
         let [b, h, q, k] = dims;
         let mut all = Vec::new();
@@ -81,7 +81,7 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, terms: &Terms) -> Result<(Tenso
     Ok((probs.matmul(&v)?, scores.log_sum_exp(3)?))
 }
 
-/// The largest difference of two tensors; NaN where one of them has one.
+/// The largest difference of two tensors; NaN if one of them has a NaN.
 fn distance(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
     let list = |x: &Tensor| x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
@@ -92,9 +92,9 @@ fn distance(a: &Tensor, b: &Tensor) -> f64 {
         .fold(0.0, |max, d| if d > max || d.is_nan() { d } else { max })
 }
 
-/// Whether all bits of two tensors are the same.
+/// Returns true if all bits of two tensors are the same.
 fn same(a: &Tensor, b: &Tensor) -> bool {
-    // Every half-precision number is one of f32, and keeps its sign there.
+    // f32 holds every half-precision number, and keeps its sign.
     let bits = |x: &Tensor| {
         let all = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         all.into_iter().map(f32::to_bits).collect::<Vec<_>>()
@@ -102,8 +102,8 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
     (a.dtype(), a.dims()) == (b.dtype(), b.dims()) && bits(a) == bits(b)
 }
 
-/// How far a result may be from the reference for elements of k and v up to 1. In half precision, the result is rounded once, and each
-/// probability may be: by at most half a unit in the last place of 1 each.
+/// The largest permitted distance from the reference, for elements of k and v up to 1. In half precision, the result is rounded once, and
+/// each probability may be rounded once, each by at most half a unit in the last place of 1.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2e-6,

@@ -157,7 +157,7 @@ fn a_gradient_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// q, k and v share memory to which another thread writes: locks are not taken in a way that waits for itself.
+/// q, k and v share memory to which another thread writes: taking the locks cannot deadlock.
 #[test]
 fn tensors_of_one_memory_beside_a_writer() -> Result<()> {
     let fused = random(&[1, 6, 12, 16], 1);
