@@ -1,6 +1,5 @@
-//! Functions with the names, parameters and conventions of candle-flash-attn and candle-nn: a program changes one
-//! import. candle chose their
-//! parameters, which is why clippy's limit on the number of parameters is off here and nowhere else.
+//! Functions with the names, parameters and conventions of candle-flash-attn and candle-nn: a program changes one import. candle chose
+//! their parameters, which is why clippy's limit on the number of parameters is off here and nowhere else.
 
 #![allow(clippy::too_many_arguments)]
 
@@ -45,9 +44,8 @@ impl Flash {
         self
     }
 
-    /// The window as candle-flash-attn defines it for at most `max_k` keys: a side longer than that is unbounded,
-    /// and an unbounded right side
-    /// next to a bounded left side reaches `max_k` keys. Only rows before the first key show the difference.
+    /// The window as candle-flash-attn defines it for at most `max_k` keys: a side longer than that is unbounded, and an unbounded right
+    /// side next to a bounded left side reaches `max_k` keys. Only rows before the first key show the difference.
     fn visibility(&self, max_k: usize) -> Visibility {
         let [left, right] = [self.left, self.right].map(|side| side.filter(|&n| n <= max_k));
         Visibility::window(left, if left.is_some() { right.or(Some(max_k)) } else { right })
@@ -308,10 +306,9 @@ pub fn flash_attn_alibi_windowed_softcap(
     flash.softcap(Some(softcap)).dense(q, k, v)
 }
 
-/// [`flash_attn`] over packed sequences: q `(total_q, q_heads, dim)`, k and v `(total_k, kv_heads, dim)`.
-/// `seqlens_q` and `seqlens_k` are a 0
-/// and then the ends of the sequences, in U32, I32 or I64. The longest sequences may be shorter than `max_seqlen_q` and `max_seqlen_k`, but
-/// not longer.
+/// [`flash_attn`] over packed sequences: q `(total_q, q_heads, dim)`, k and v `(total_k, kv_heads, dim)`. `seqlens_q` and `seqlens_k`
+/// are a 0 and then the ends of the sequences, in U32, I32 or I64. The longest sequences may be shorter than `max_seqlen_q` and
+/// `max_seqlen_k`, but not longer.
 ///
 /// # Errors
 /// The errors of [`attention`](crate::attention).
@@ -453,7 +450,6 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 ///
 /// `mask` is added to scores, and `softcapping` is off at 1. `do_causal` puts the last query at the last key. This function obeys arguments
 /// that candle ignores:
-/// this function obeys it:
 ///
 /// | | `candle_nn::ops::sdpa` | here |
 /// |---|---|---|

@@ -67,9 +67,8 @@ fn read<'a, T: DeviceRepr>(slice: &'a CudaSlice<T>, on: &'a Gpu) -> (Memory, Syn
 fn write<'a, T: DeviceRepr>(slice: &'a mut CudaSlice<T>, on: &'a Gpu) -> (Memory, SyncOnDrop<'a>) {
     let bytes = slice.num_bytes();
     let (at, used) = slice.device_ptr_mut(on.stream());
-    // SAFETY: the slice has these bytes, and nothing else refers to it until the launches are on the stream; later
-    // work follows there, or waits
-    // for the event that `used` records.
+    // SAFETY: the slice has these bytes, and nothing else refers to it until the launches are on the stream; later work follows there, or
+    // waits for the event that `used` records.
     let memory = unsafe { on.borrow(ScalarType::U8, at, bytes) };
     (memory, used)
 }

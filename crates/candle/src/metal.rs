@@ -1,9 +1,8 @@
 //! Tensors on Metal devices, read in place by launches in the encoder of candle's device.
 //!
 //! candle allocates buffers whose hazards Metal does not track, and gives one concurrent encoder to all of its kernels. Its
-//! [`ComputeCommandEncoder`] is told of each buffer that a launch uses. It puts a barrier before a launch that
-//! uses what another writes, and
-//! fences between encoders. flashtile's launches go through it, so it knows the buffers they use as it knows candle's own.
+//! [`ComputeCommandEncoder`] is told of each buffer that a launch uses. It puts a barrier before a launch that uses what another writes,
+//! and fences between encoders. flashtile's launches go through it, so it knows the buffers they use as it knows candle's own.
 
 #![allow(unsafe_code, reason = "flashtile borrows buffers, and an encoder, of candle's")]
 
@@ -64,9 +63,8 @@ impl GpuStorage for MetalStorage {
 
     fn lend(&self, on: &Gpu) -> Result<(Memory, ())> {
         let buffer: &ProtocolObject<dyn MTLBuffer> = self.buffer().as_ref();
-        // SAFETY: the buffer is hazard-untracked, but candle's encoder is told of each launch and orders all work on the
-        // buffer; the CPU writes to no
-        // buffer of a tensor.
+        // SAFETY: the buffer is hazard-untracked, but candle's encoder is told of each launch and orders all work on the buffer; the CPU
+        // writes to no buffer of a tensor.
         let memory = unsafe { on.borrow(buffer.retain(), 0, ScalarType::U8, buffer.length()) };
         Ok((memory.map_err(Error::msg)?, ()))
     }

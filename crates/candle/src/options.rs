@@ -52,9 +52,8 @@ pub struct Options {
     pub layout: TensorLayout,
     /// The keys that a query sees by its position.
     pub visibility: Visibility,
-    /// Key position of query row 0. It is required if visibility or ALiBi depend on positions, and the number of keys
-    /// differs from the number of
-    /// queries or [`Options::kv_lens`] are given.
+    /// Key position of query row 0. It is required if visibility or ALiBi depend on positions, and the number of keys differs from the
+    /// number of queries or [`Options::kv_lens`] are given.
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
@@ -101,9 +100,8 @@ impl Options {
         self
     }
 
-    /// Hides keys more than `left` before or more than `right` after the position of a query. The key at that
-    /// position does not count. A side
-    /// of `None` is unbounded.
+    /// Hides keys more than `left` before or more than `right` after the position of a query. The key at that position does not count. A
+    /// side of `None` is unbounded.
     #[must_use]
     pub fn window(mut self, left: impl Into<Option<usize>>, right: impl Into<Option<usize>>) -> Self {
         self.visibility = self.visibility.and(Visibility::window(left.into(), right.into()));

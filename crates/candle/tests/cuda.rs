@@ -4,11 +4,11 @@
 //! cuda [--cpu] [GROUP...]
 //! ```
 //!
-//! Prints a line for each case with the largest difference from candle's matmul and softmax in f64 and f32, goes on after a failure, and
-//! exits with 1 if there was one. Without names, all groups of cases run, each in its own process: the processes
-//! compile kernels at the same
-//! time, and a fault of the device ends only one of them. Times are measured afterwards. With `--cpu`, the cases run on the CPU, so that a
-//! machine without a device can check them; cases about devices are left out. Without a device, the program says so and exits with 0.
+//! Prints a line for each case with the largest difference from candle's matmul and softmax in f64 and f32, goes on after a
+//! failure, and exits with 1 if there was one. Without names, all groups of cases run, each in its own process: the processes
+//! compile kernels at the same time, and a fault of the device ends only one of them. Times are measured afterwards. With `--cpu`,
+//! the cases run on the CPU, so that a machine without a device can check them; cases about devices are left out. Without a device,
+//! the program says so and exits with 0.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "the report")]
@@ -152,9 +152,8 @@ impl std::fmt::Display for Distance {
     }
 }
 
-/// The largest permitted distance from the reference, for elements of k and v up to 1. In half precision, the
-/// result and each probability are
-/// rounded once, each by at most half a unit in the last place of 1.
+/// The largest permitted distance from the reference, for elements of k and v up to 1. In half precision, the result and each probability
+/// are rounded once, each by at most half a unit in the last place of 1.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 2e-6,

@@ -6,8 +6,7 @@ use crate::tensor::TensorView;
 
 /// The mean `[heads, dim]` of keys `[batch, heads, rows, dim]` of any dtype over batch and rows, for
 /// [`KvCache::set_key_mean`](crate::cache::KvCache::set_key_mean): summed in f64 in the order of the rows, and rounded once. Measure it
-/// with
-/// the keys of a representative prompt: hundreds of rows, not only a first token. The mean of no rows is NaN.
+/// with the keys of a representative prompt: hundreds of rows, not only a first token. The mean of no rows is NaN.
 ///
 /// ```
 /// use flashtile::{TensorView, codec::key_mean};

@@ -95,9 +95,8 @@ impl Mlx {
         Self { bits, rotation, values, edges, squares, root }
     }
 
-    /// Encodes a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). The contents of `x` are
-    /// unspecified
-    /// afterwards.
+    /// Encodes a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). The contents of `x`
+    /// are unspecified afterwards.
     #[inline(always)]
     pub(super) fn encode<O: Rotate>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
         if let Some(rotation) = &self.rotation {

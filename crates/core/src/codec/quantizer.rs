@@ -22,8 +22,7 @@ pub(super) enum ScaleRule {
 }
 
 /// The encoder tries scales of `(72 + 5 t) / 100` times the root mean square. A vector whose largest coordinate is small needs a smaller
-/// scale
-/// than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
+/// scale than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
 pub(super) const TRIAL_SCALES: [f64; TRIALS] = {
     let (mut scales, mut t) = ([0.0; TRIALS], 0);
     while t < TRIALS {
@@ -64,8 +63,7 @@ impl Quantizer {
     }
 
     /// Encodes a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::error::MAX_NORM), and returns its scale.
-    /// Leaves
-    /// the vector rotated. A vector of zeros has codes of 0 and a scale of 0.
+    /// Leaves the vector rotated. A vector of zeros has codes of 0 and a scale of 0.
     #[inline(always)]
     pub(super) fn encode<O: Ops + Rotate>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
         O::rotate(&self.rotation, x);
@@ -115,15 +113,13 @@ pub(super) fn unit(levels: &Codebook) -> f64 {
 #[inline(always)]
 fn trial_factor(unit: f64, rms: f64, trial: f64) -> u16 {
     // The factor is below 2^15: the largest magnitude is ONE, so the root mean square is at least ONE / sqrt(dim). The sum with ROUNDER
-    // rounds
-    // to nearest even; vector instructions have no conversion to 16 bits.
+    // rounds to nearest even; vector instructions have no conversion to 16 bits.
     let x = unit / (rms * trial);
     (x + ROUNDER).to_bits() as u16
 }
 
 /// The factor of a trial scale, for a vector that in fixed point has this energy and a largest magnitude of 32767; `None` for codecs
-/// without
-/// levels, and for trials that do not exist.
+/// without levels, and for trials that do not exist.
 pub fn level_factor(codec: Codec, dim: usize, energy: u64, trial: usize) -> Option<u16> {
     let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
     let rms = (energy as f64 / dim as f64).sqrt();

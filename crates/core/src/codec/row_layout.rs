@@ -2,8 +2,7 @@
 //!
 //! A page of one head stores one plane after another, and in each plane the rows of its tokens one after another. The last plane has the
 //! scales, little-endian: one f16 per row, except in foreign formats. Two tokens never share a byte, so rows are appended, copied and
-//! dropped
-//! as bytes. Outside a page, as in a snapshot, a row is its planes one after another.
+//! dropped as bytes. Outside a page, as in a snapshot, a row is its planes one after another.
 
 use super::planes::{self, plane_bytes, planes};
 use half::f16;

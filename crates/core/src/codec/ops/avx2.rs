@@ -25,9 +25,8 @@ impl Ops for Avx2 {
             let tables = [table(0), table(1), table(2), table(3)];
             for codes in steps {
                 let at = _mm256_loadu_si256(codes.as_ptr().cast());
-                // Blends select by the sign bit of a byte, so bits 4 and 5 are moved there. Bits shifted in from the byte below land lower
-                // and have no
-                // effect.
+                // Blends select by the sign bit of a byte, so bits 4 and 5 are moved there. Bits shifted in from the byte below land
+                // lower and have no effect.
                 let (fourth, fifth) = (_mm256_slli_epi16::<3>(at), _mm256_slli_epi16::<2>(at));
                 let index = _mm256_and_si256(at, _mm256_set1_epi8(15));
                 let quarter = |n: usize| _mm256_shuffle_epi8(tables[n], index);

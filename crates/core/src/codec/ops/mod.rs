@@ -67,8 +67,7 @@ pub(super) trait Ops: RotationOps<f32> {
     }
 
     /// For each factor, the sum of products of magnitudes with their nearest levels, and the sum of squares of these levels. A magnitude
-    /// `x` is
-    /// `x * factor / 2^16` half-levels, rounded down, at most 255.
+    /// `x` is `x * factor / 2^16` half-levels, rounded down, at most 255.
     #[inline(always)]
     fn sums(
         codebook: &Codebook,
