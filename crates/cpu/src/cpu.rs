@@ -18,8 +18,8 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// This machine with its fastest instruction set and as many threads as the current rayon pool has. Where these cannot start, plans are
-    /// for as many as the machine runs at a time, and [`Cpu::run`] refuses those that need more than one.
+    /// This machine with its fastest instruction set and the threads of the current rayon pool. If these cannot start, plans are for as
+    /// many threads as the machine runs at a time, and [`Cpu::run`] refuses plans that need more than one.
     #[must_use]
     pub fn new() -> Self {
         Self { facts: isa::facts() }
@@ -28,7 +28,7 @@ impl Cpu {
     /// This machine restricted to an instruction set.
     ///
     /// # Errors
-    /// [`Unsupported::Isa`] where the machine lacks it.
+    /// [`Unsupported::Isa`] if the machine lacks it.
     pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
         if !isa::best().contains(isa) {
             return Err(Unsupported::Isa { asked: isa, best: isa::best() });
@@ -36,16 +36,16 @@ impl Cpu {
         Ok(Self { facts: CpuFacts { isa, ..isa::facts() } })
     }
 
-    /// Threads of the rayon pool in which the caller runs. The first call starts the global pool, unless the program did.
+    /// Number of threads of the rayon pool in which the caller runs. The first call starts the global pool, unless the program did.
     ///
     /// # Errors
-    /// [`RunError::Threads`] where the system starts no more threads. rayon keeps a global pool that could not start as it is: every later call
-    /// outside of another pool is refused as well.
+    /// [`RunError::Threads`] if the system starts no more threads. rayon does not retry a global pool that could not start: every later
+    /// call outside of another pool is refused as well.
     pub fn pool_threads() -> Result<usize, RunError> {
         pool::threads().map_err(|reason| RunError::Threads { reason: reason.to_owned() })
     }
 
-    /// The same machine with plans for at most this many threads (at least 1).
+    /// This machine with plans for at most `threads` threads (at least 1).
     #[must_use]
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.facts.threads = threads.max(1);
@@ -69,18 +69,18 @@ impl Cpu {
     /// Plans a problem for this machine.
     ///
     /// # Errors
-    /// As [`CpuPlan::new`].
+    /// The errors of [`CpuPlan::new`].
     pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CpuPlan, Unsupported> {
         CpuPlan::new(problem, &self.facts, options)
     }
 
-    /// Computes `out` and, where given, `lse`. Uses no memory beyond the workspace, but for what the thread pool may queue;
-    /// contents of outputs and workspace are not read.
+    /// Computes `out` and, if given, `lse`. Uses no memory beyond the workspace, except for what the thread pool may queue. The contents of
+    /// outputs and workspace are not read.
     ///
-    /// The same inputs give the same bits, whatever the thread count and the options of the plan.
+    /// Equal inputs give equal bits, for any thread count and any options of the plan.
     ///
     /// # Errors
-    /// [`RunError`] where the tensors do not fit the plan's problem, the workspace is too small, the plan needs instructions that this `Cpu`
+    /// [`RunError`] if the tensors do not fit the plan's problem, the workspace is too small, the plan needs instructions that this `Cpu`
     /// lacks, or it needs threads that cannot start. Nothing is written then.
     pub fn run(
         &self,

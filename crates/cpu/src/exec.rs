@@ -43,7 +43,7 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let scratch = Scratch { base, len: plan.scratch().len };
     let values = base.wrapping_add(workers * scratch.len);
     let (count, max) = (plan.num_partials(), values.wrapping_add(plan.num_partials() * stride));
-    // SAFETY: the plan's layout: the partials follow the scratch memory, and are values, maxima and sums.
+    // SAFETY: in the plan's layout, the partials follow the scratch memory: values, then maxima, then sums.
     let values = unsafe { MatMut::new(values, stride, count, stride) };
     let partials = Partials { values, max_sum: RowMaxSum { max, sum: max.wrapping_add(count) } };
     let mask = match (&inputs.mask, plan.mask_tile_shape()) {
@@ -62,8 +62,9 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     // SAFETY: the machine has the instruction set.
     let enter = || unsafe { (cx.kernels.configure)() };
     for level in plan.levels() {
-        // SAFETY: the machine has the instruction set, and the thread's matrix unit is configured; each worker has its own scratch memory of
-        // the plan's size; a task runs once, tasks of a level write disjoint rows and partials, and read partials of levels before.
+        // SAFETY: the machine has the instruction set, and the thread's matrix unit is configured; each worker has its own
+        // scratch memory of the plan's size; a task runs once; tasks of a level write disjoint rows and partials, and only read
+        // partials of earlier levels.
         for_each(&level.tasks, workers, enter, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
         // SAFETY: as above, and every partial result of the level was stored by now.
         for_each(&level.reductions, workers, enter, |unit, worker| unsafe {
@@ -79,8 +80,8 @@ fn storage(of: &KvView<'_>) -> Storage {
     }
 }
 
-/// Calls `f(unit, worker)` for every unit of work, each worker on one thread, which has called `enter` and is in the default floating-point
-/// environment; units are handed out in order.
+/// Calls `f(unit, worker)` for every unit of work. Each worker runs on one thread, which has called `enter` and is in the default
+/// floating-point environment. Units are handed out in order.
 fn for_each<T: Sync, G>(
     units: &[T],
     workers: usize,
@@ -95,7 +96,7 @@ fn for_each<T: Sync, G>(
     }
     let next = AtomicUsize::new(0);
     (0..workers).into_par_iter().with_max_len(1).for_each(|worker| {
-        // Not around the parallel loop: a thread that waits for it may run what others have queued.
+        // This is not around the parallel loop: a thread that waits for the loop may run work that others have queued.
         let _entered = (FloatEnv::ieee(), enter());
         while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
             f(unit, worker);

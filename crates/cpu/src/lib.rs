@@ -4,8 +4,8 @@
 //! |---|---|
 //! | [`cpu`] | the machine: instruction set, threads, runs |
 //! | [`plan`] | tiles, tasks, splits and workspace of a problem, as a pure function of facts about a machine |
-//! | [`merge`] | partial results over disjoint keys to the whole |
-//! | [`limits`] | what the machine computes and reads at most, measured |
+//! | [`merge`] | merges attention states over disjoint keys |
+//! | [`limits`] | peak compute rate and read bandwidth of the machine, measured |
 //! | [`workspace`] | scratch memory of a run |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -33,7 +33,7 @@ pub enum MergeError {
         /// Shape of the state.
         got: [usize; 4],
     },
-    /// The output, which has no elements, has more rows than `usize` counts.
+    /// The output has no elements, but more rows than `usize` counts.
     TooLong {
         /// Shape of the output.
         shape: [usize; 4],
@@ -49,7 +49,7 @@ pub enum MergeError {
     },
     /// The threads that compute cannot start.
     Threads {
-        /// What the system says.
+        /// The system's message.
         reason: String,
     },
 }
@@ -76,19 +76,19 @@ impl std::fmt::Display for MergeError {
 
 impl std::error::Error for MergeError {}
 
-/// Combines the results of the same queries over disjoint sets of keys: chunks of a long context, a shared prefix and what
-/// follows it, the keys of several devices.
+/// Combines the results of the same queries over disjoint sets of keys: chunks of a long context, a shared prefix and the keys after it, or
+/// the keys of several devices.
 ///
 /// ```text
 /// lse = ln(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
 /// ```
 ///
-/// Exponents are relative to the largest `lse_i` of a row, so that the factors of `out_i` add up to 1 at any magnitude of it.
+/// Exponents are relative to the largest `lse_i` of a row, so that the factors of `out_i` add up to 1, however large it is.
 ///
-/// A state adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
-/// state, out is 0 and lse `-inf`. An attention sink belongs to one state alone. States and output may have different dtypes;
-/// sums are f64 in the order of the states, out is rounded once, and a single state of the output's dtype keeps its values. Reads
-/// each state once, on the threads of the current rayon pool.
+/// A state adds nothing to the rows in which its logsumexp is `-inf`, and its out is not read there. If no state adds anything to a row,
+/// out is 0 and lse is `-inf`. Only one state may include an attention sink. States and output may have different dtypes: sums are f64 in
+/// the order of the states, out is rounded once, and a single state of the output's dtype keeps its values. Each state is read once, on the
+/// threads of the current rayon pool.
 ///
 /// # Errors
 /// [`MergeError`]; nothing is written then.
@@ -164,7 +164,7 @@ pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result
 /// Elements of a row that are summed at a time.
 const CHUNK: usize = 64;
 
-/// The largest logsumexp of a row over all states, and the sum of the others relative to it: 0 where no state has a key.
+/// The largest logsumexp of a row over all states, and the sum of the exponentials relative to it: 0 if no state has a key.
 fn max_sum(states: &[AttentionState<'_>], row: usize) -> (f64, f64) {
     let lse = || states.iter().map(|state| f64::from(state.lse[row]));
     // f64::max ignores NaN, which still reaches the sum.
@@ -196,7 +196,7 @@ fn add(sum: &mut [f64], prob: f64, dtype: Dtype, row: &[u8]) {
 /// Rounds to the dtype of the output.
 ///
 /// # Safety
-/// `dst` is aligned to the dtype and valid for as many elements, which no other thread accesses.
+/// `dst` is aligned to the dtype and valid for an element for each sum, which no other thread accesses.
 unsafe fn store(sum: &[f64], dtype: Dtype, dst: *mut u8) {
     for (n, &x) in sum.iter().enumerate() {
         // SAFETY: the caller's contract.

@@ -4,13 +4,13 @@ use rayon::ThreadPoolBuilder;
 use std::error::Error;
 use std::sync::OnceLock;
 
-/// Threads of the current pool. Outside of any other this is the global pool, which the first call starts unless the program did: rayon
-/// panics where it starts the pool itself and cannot. The error is what the system says.
+/// Number of threads of the current pool. Outside of any other pool, this is the global pool, which the first call starts unless the
+/// program did: rayon panics if it has to start the pool itself and cannot. The error is the system's message.
 pub(crate) fn threads() -> Result<usize, &'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     if rayon::current_thread_index().is_none() && !cfg!(target_family = "wasm") {
         let reason = REASON.get_or_init(|| match ThreadPoolBuilder::new().build_global() {
-            // The error that the program has started the pool has no source.
+            // The error for a pool that the program has started has no source.
             Err(error) if error.source().is_some() => Some(error.to_string()),
             Ok(()) | Err(_) => None,
         });
@@ -39,7 +39,7 @@ mod tests {
         if std::env::var_os(CHILD).is_some() {
             return refused();
         }
-        // A pool cannot start twice, so that a process of its own tries: with stacks for which there is no memory.
+        // A pool cannot start twice, so a separate process tries, with stacks for which there is no memory.
         let name = "pool::tests::threads_that_cannot_start_are_an_error";
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name, "--test-threads=1", "--nocapture"])

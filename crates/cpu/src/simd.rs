@@ -1,4 +1,4 @@
-//! The vectors of f32 that kernels are written in: lanes, and nothing of how products are made of them (`kernels/products`).
+//! The vectors of f32 that kernels are written in. They define lanes alone; how products are made of them is in `kernels/products`.
 //!
 //! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the phases of an ISA file,
 //! which are compiled with its target features, instantiate them.
@@ -13,8 +13,8 @@ pub(crate) const LINES: usize = 8;
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
-/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Pointers are aligned to their
-/// element type, except in loads of f32.
+/// For every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Pointers are aligned to
+/// their element type, except in loads of f32.
 pub(crate) trait Simd: Copy + 'static {
     /// f32 lanes.
     const LANES: usize;
@@ -36,12 +36,12 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, fused where the machine fuses.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `a > b ? a : b`: `b` where either is NaN.
+    /// `a > b ? a : b`: `b` if either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn abs(a: Self::V) -> Self::V;
-    /// `a < b ? x : y`; `y` where `a` or `b` is NaN.
+    /// `a < b ? x : y`; `y` if `a` or `b` is NaN.
     unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
-    /// `a == b ? x : y`; `y` where `a` or `b` is NaN.
+    /// `a == b ? x : y`; `y` if `a` or `b` is NaN.
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// The bits of every lane that are set in `bits`.
     unsafe fn and(a: Self::V, bits: u32) -> Self::V;
@@ -49,7 +49,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn shift_up_16(a: Self::V) -> Self::V;
     /// Nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `a * 2^n`, for `n` = [`Simd::round`] of `x`, which the caller passes; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
+    /// `a * 2^n`, for `n` = [`Simd::round`] of `x`, which the caller passes; 0 if `x < -126`, NaN if `x` (and so `a`) is NaN.
     unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V;
     /// Sum of the lanes, in a fixed order.
     unsafe fn reduce_add(a: Self::V) -> f32;
@@ -58,7 +58,7 @@ pub(crate) trait Simd: Copy + 'static {
 
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
-    /// `-inf` where the byte is 0, else 0.
+    /// `-inf` if the byte is 0, else 0.
     unsafe fn load_bool(p: *const u8) -> Self::V;
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_f16(p: *mut u16, v: Self::V);
@@ -79,7 +79,7 @@ pub(crate) trait Elem: Copy + 'static {
     unsafe fn store<S: Simd>(p: *mut Self, v: S::V);
     /// A value for the lanes past the end of a row.
     const ZERO: Self;
-    /// Whether this is f32.
+    /// True if this is f32.
     const IS_F32: bool = false;
 }
 
@@ -136,9 +136,9 @@ impl Elem for Bf16 {
     const ZERO: Self = Self(0);
 }
 
-/// How rows of one storage type are moved through a transpose.
+/// The way in which rows of one storage type are moved through a transpose.
 pub(crate) trait Rows: Copy + 'static {
-    /// What a lane of the transpose holds.
+    /// The content of a lane of the transpose.
     type Lane: Elem;
     /// Steps of a product's depth in a lane.
     const STEPS: usize;
@@ -209,8 +209,8 @@ pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V 
     }
 }
 
-/// Stores the first `n` elements of a row of vectors that starts at `src`, plus `zero`, times `scale`. Returns whether all lanes of the
-/// vectors are finite.
+/// Stores the first `n` elements of a row of vectors that starts at `src`, plus `zero`, times `scale`. Returns true if all
+/// lanes of the vectors are finite.
 ///
 /// # Safety
 /// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
@@ -248,7 +248,7 @@ pub(crate) unsafe fn store_row<S: Simd>(
     }
 }
 
-/// Whether every lane of the vectors that cover `n` elements is finite.
+/// Returns true if every lane of the vectors that cover `n` elements is finite.
 ///
 /// # Safety
 /// As [`Simd`], with `values` valid for `n` elements.
@@ -264,13 +264,13 @@ pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
     }
 }
 
-/// `2^x` for `x <= 0`, relative error below 2e-7; 0 where `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
+/// `2^x` for `x <= 0`, relative error below 2e-7; 0 if `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
 ///
 /// # Safety
 /// As [`Simd`].
 #[inline(always)]
 pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
-    // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r; the first is near ln 2, but not it.
+    // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r; the first coefficient is near ln 2, but differs from it.
     #[allow(clippy::approx_constant)]
     const C: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
     // SAFETY: the caller's contract.

@@ -20,7 +20,7 @@ fn cpu(isa: Isa) -> Cpu {
     Cpu { facts: CpuFacts { isa, threads: 2, ..isa::facts() } }
 }
 
-/// A runner of an instruction set. The test kit's own takes the `Cpu` of the crate as others see it, without emulation.
+/// A runner of an instruction set. The test kit's runner takes the `Cpu` that other crates see, which is without emulation.
 struct Emulated(Isa);
 
 impl Runner for Emulated {
@@ -57,7 +57,7 @@ fn pairs_of_bf16_pass_every_case() {
     conformance(&cases, &runners, |result| assert!(result.result.is_ok(), "{result}"));
 }
 
-/// Output bits, with a row of v NaN, a mask and without skipping where asked.
+/// Output bits. If asked, a row of v is NaN, there is a mask, or tiles are not skipped.
 fn bits(
     isa: Isa,
     desc: &ProblemDesc,

@@ -23,16 +23,16 @@ impl std::fmt::Display for WorkspaceError {
 
 impl std::error::Error for WorkspaceError {}
 
-/// Scratch memory of a run, aligned to cache lines. Reusable by any plan that needs no more than its bytes; what it holds
-/// between runs is never read.
+/// Scratch memory of a run, aligned to cache lines. Any plan that needs no more than its bytes can reuse it; its contents
+/// between runs are never read.
 #[derive(Debug, Clone)]
 pub struct Workspace {
     lines: Vec<Line>,
 }
 
 impl Workspace {
-    /// At least `bytes` bytes of scratch memory, or an empty workspace where there is no memory for them: [`Cpu::run`](crate::cpu::Cpu::run) refuses
-    /// that with the bytes that its plan needs.
+    /// At least `bytes` bytes of scratch memory, or an empty workspace if there is no memory for them: [`Cpu::run`](crate::cpu::Cpu::run)
+    /// refuses an empty one with the bytes that its plan needs.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
         Self::try_new(bytes).unwrap_or(Self { lines: Vec::new() })
@@ -41,7 +41,7 @@ impl Workspace {
     /// At least `bytes` bytes of scratch memory.
     ///
     /// # Errors
-    /// [`WorkspaceError`] where there is no memory for them.
+    /// [`WorkspaceError`] if there is no memory for them.
     pub fn try_new(bytes: usize) -> Result<Self, WorkspaceError> {
         let (mut lines, count) = (Vec::new(), bytes.div_ceil(size_of::<Line>()));
         lines.try_reserve_exact(count).map_err(|_| WorkspaceError { bytes })?;
@@ -49,19 +49,19 @@ impl Workspace {
         Ok(Self { lines })
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.lines.len() * 64
     }
 
-    /// Whether it holds no memory.
+    /// Returns true if it holds no memory.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lines.is_empty()
     }
 
-    /// The memory itself: to fill it with a pattern in a test, say.
+    /// The memory itself, for example to fill it with a pattern in a test.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: a Line is 64 plain bytes without padding, so the vector's elements are that many initialised bytes.
         unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 64) }
@@ -69,7 +69,7 @@ impl Workspace {
 }
 
 impl crate::plan::CpuPlan {
-    /// Allocates the workspace that a run of this plan needs, as [`Workspace::new`].
+    /// Allocates the workspace that a run of this plan needs, as [`Workspace::new`] does.
     #[must_use]
     pub fn workspace(&self) -> Workspace {
         Workspace::new(self.workspace_bytes())
@@ -78,7 +78,7 @@ impl crate::plan::CpuPlan {
     /// Allocates the workspace that a run of this plan needs.
     ///
     /// # Errors
-    /// [`WorkspaceError`] where there is no memory for it.
+    /// [`WorkspaceError`] if there is no memory for it.
     pub fn try_workspace(&self) -> Result<Workspace, WorkspaceError> {
         Workspace::try_new(self.workspace_bytes())
     }

@@ -1,4 +1,5 @@
-//! The functions that an ISA file defines, as macros: each phase of the kernels is instantiated and compiled with the target features of the set.
+//! The functions that an ISA file defines, as macros: each phase of the kernels is instantiated and compiled with the target
+//! features of the instruction set.
 
 use crate::kernels::state::{PackKeys, PackValues};
 use crate::kernels::state::{TaskState, Tile};
@@ -111,7 +112,7 @@ macro_rules! entry_points {
                 Storage::Elements(Dtype::F32) => f32_elements::SCORES,
                 Storage::Elements(Dtype::F16) => f16_elements::SCORES,
                 Storage::Elements(Dtype::BF16) => bf16_elements::SCORES,
-                // A task that streams takes codes by `code_phases`.
+                // A streaming task multiplies codes by `code_phases`.
                 Storage::Codes => ScoresOf { pack: pack_key_codes, ..f32_elements::SCORES },
             };
             let values = match v {

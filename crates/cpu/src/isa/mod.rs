@@ -1,7 +1,7 @@
 //! One file for each instruction set, and the choice between them.
 
 #![allow(unsafe_code)]
-// The tests of this crate run emulated kernels alone: see `of_isa`.
+// The tests of this crate only run emulated kernels: see `of_isa`.
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 #[cfg(target_arch = "x86_64")]
@@ -41,15 +41,15 @@ macro_rules! of_isa {
             Isa::Avx2 => avx2::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
             Isa::Portable => portable::$name $($arguments)?,
-            // Machines of other architectures have the portable one alone.
+            // Other architectures only have the portable kernels.
             #[cfg(not(target_arch = "x86_64"))]
             _ => portable::$name $($arguments)?,
         }
     };
 }
 
-/// `$name` of kernels that emulate an instruction set. The tests of this crate run these alone, on any machine, so that they compile
-/// no others: the conformance suite runs the kernels of the library.
+/// `$name` of kernels that emulate an instruction set. The tests of this crate only run these, on any machine, and so compile no others:
+/// the conformance suite runs the kernels of the library.
 #[cfg(test)]
 macro_rules! of_isa {
     ($isa:expr, $name:ident $($arguments:tt)?) => {
@@ -71,8 +71,8 @@ pub(super) fn loops(isa: Isa) -> Loops {
     of_isa!(isa, LOOPS)
 }
 
-/// Whether `vdpbf16ps` multiplies faster than an f32 multiply-add on converted operands. AMD's cores issue the same number of both
-/// per cycle; Intel's, which have a matrix unit for bf16, issue a quarter of that.
+/// Returns true if `vdpbf16ps` multiplies faster than an f32 multiply-add on converted operands. AMD's cores issue equally many of both per
+/// cycle. Intel's cores, which have a matrix unit for bf16, issue a quarter as many `vdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn pairs_are_fast() -> bool {
     // SAFETY: every x86-64 processor has the instruction and this leaf.
@@ -100,7 +100,7 @@ fn preferred() -> Isa {
     }
 }
 
-/// Size in bytes of a cache of core 0 as Linux reports it, `None` where it does not.
+/// Size in bytes of a cache of core 0 as Linux reports it; `None` if it does not.
 fn cache_bytes(level: u32) -> Option<usize> {
     (0..8).find_map(|index| {
         let read = |name: &str| {
@@ -113,8 +113,8 @@ fn cache_bytes(level: u32) -> Option<usize> {
     })
 }
 
-/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; the current rayon pool gives the threads,
-/// or, where its threads cannot start, the system says how many there would be.
+/// Facts about this machine with its fastest instruction set. Instruction set and caches are read once. The number of threads is that of
+/// the current rayon pool or, if its threads cannot start, the number that the system reports.
 pub(super) fn facts() -> CpuFacts {
     static FACTS: OnceLock<CpuFacts> = OnceLock::new();
     let facts = FACTS.get_or_init(|| CpuFacts {

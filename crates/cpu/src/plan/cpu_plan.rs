@@ -24,9 +24,9 @@ pub(crate) struct ScratchLayout {
     pub(crate) acc: usize,
     /// Running maxima and sums of `row_stats` rows, then the maxima and sums of one block for `tile_stats` rows.
     pub(crate) stats: usize,
-    /// `q . k_mean` of each row, where keys or values are quantized; else empty, as `codes` is.
+    /// `q . k_mean` of each row if keys or values are quantized; otherwise empty, like `codes`.
     pub(crate) mean_scores: usize,
-    /// Decoded rows, and operands in integers.
+    /// Decoded rows, and integer operands.
     pub(crate) codes: usize,
     pub(crate) row_stats: usize,
     pub(crate) tile_stats: usize,
@@ -53,8 +53,8 @@ impl MaskTileShape {
 
 /// A plan of the CPU backend. Made by [`Cpu::plan`](crate::cpu::Cpu::plan) for the machine at hand, or by [`CpuPlan::new`] for any.
 ///
-/// Where the keys of a task are split, the workspace holds the state of each of its rows and, for each row and each key block after
-/// the first split, a partial result. Each takes `value_dim`, rounded up to whole vectors, plus 2 f32.
+/// If the keys of a task are split, the workspace holds the state of each of its rows and, for each row and each key block after the first
+/// split, a partial result. A state or a partial result takes `value_dim`, rounded up to whole vectors, plus 2 f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CpuPlan {
     problem: Problem,
@@ -71,14 +71,13 @@ pub struct CpuPlan {
 }
 
 impl CpuPlan {
-    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, where a row counts once more for
-    /// each prefix that it has in common with others.
+    /// Plans `problem` for a machine. The function is pure and costs `O(tasks log tasks + query rows)`, where a row counts once more for
+    /// each prefix that it shares with others.
     ///
     /// # Errors
-    /// [`Unsupported::Splits`] where the option is more splits than there are blocks of keys;
-    /// [`Unsupported::Tasks`] where the problem would be cut into more units of work than a plan lists;
-    /// [`Unsupported::Workspace`] where the workspace is not addressable; [`Unsupported::Kernels`] where the option names a kind of
-    /// kernels.
+    /// [`Unsupported::Splits`] if the option asks for more splits than there are blocks of keys; [`Unsupported::Tasks`] if the problem
+    /// would be cut into more units of work than a plan lists; [`Unsupported::Workspace`] if the workspace is not addressable;
+    /// [`Unsupported::Kernels`] if the option names a kind of kernels.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         if options.kernels != KernelChoice::Auto {
             return Err(Unsupported::Kernels { asked: options.kernels });
@@ -99,7 +98,7 @@ impl CpuPlan {
 
         let integers = has_integer_products(problem, isa);
         let row_step = if integers { STREAM_ROWS } else { tile.rows };
-        // Rows whose scores of one block fill about half of the first-level cache; of integer products, as many as they take.
+        // The scores of these rows with one block fill about half of the first-level cache. Integer products take a fixed number of rows.
         let l1_rows = if integers { STREAM_ROWS } else { facts.l1d / 2 / (BLOCK_K * 4) };
         let tile_rows = l1_rows.clamp(STREAM_ROWS, 48).next_multiple_of(row_step);
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
@@ -177,7 +176,7 @@ impl CpuPlan {
         self.problem.dims().value_dim.next_multiple_of(self.isa.lanes())
     }
 
-    /// Threads that have work.
+    /// Number of threads that have work.
     pub(crate) fn workers(&self) -> usize {
         let most = self.schedule.levels.iter().map(|level| level.tasks.len()).max();
         self.threads.min(most.unwrap_or(0)).max(1)
@@ -195,7 +194,7 @@ impl CpuPlan {
         self.mask_tile_shape.as_ref()
     }
 
-    /// States and partial results that the workspace holds.
+    /// Number of states and partial results in the workspace.
     pub(crate) const fn num_partials(&self) -> usize {
         self.schedule.num_partials
     }
@@ -206,7 +205,7 @@ impl CpuPlan {
         &self.problem
     }
 
-    /// The options that it was made with.
+    /// The options that the plan was made with.
     #[must_use]
     pub const fn options(&self) -> PlanOptions {
         self.options
@@ -218,13 +217,13 @@ impl CpuPlan {
         self.isa
     }
 
-    /// Most threads that share the tasks.
+    /// Upper bound of the threads that share the tasks.
     #[must_use]
     pub const fn threads(&self) -> usize {
         self.threads
     }
 
-    /// How the kernel accumulates, on which tolerances depend: products of pairs of bf16 take probabilities rounded to bf16.
+    /// The kernel's accumulation, on which tolerances depend: products of pairs of bf16 take probabilities rounded to bf16.
     #[must_use]
     pub fn accumulation(&self) -> Accumulation {
         if self.isa().multiplies_pairs() {
@@ -236,31 +235,31 @@ impl CpuPlan {
         }
     }
 
-    /// Whether codes of keys or values are multiplied in integers of 16 bits. All other products with codes are in f32.
+    /// Returns true if codes of keys or values are multiplied as integers of 16 bits. All other products with codes are in f32.
     #[must_use]
     pub fn multiplies_integers(&self) -> bool {
         has_integer_products(&self.problem, self.isa)
     }
 
-    /// Whether a sequence has so few rows that its tasks multiply codes of a byte in f32 without decoding them to memory, where no prefixes are
-    /// shared.
+    /// Returns true if no prefixes are shared and the sequence has so few rows that its tasks multiply one-byte codes in f32
+    /// without decoding them to memory.
     pub(crate) fn has_few_rows(&self, sequence: &Sequence) -> bool {
         sequence.q_len * self.problem.dims().gqa_group() <= STREAM_ROWS && self.prefixes().is_empty()
     }
 
-    /// Keys of a block.
+    /// Number of keys in a block.
     #[must_use]
     pub const fn block_k(&self) -> usize {
         self.block_k
     }
 
-    /// Query rows of a tile: the unit that is skipped, computed whole or masked.
+    /// Number of query rows in a tile: the unit that is skipped, computed whole or masked.
     #[must_use]
     pub const fn tile_rows(&self) -> usize {
         self.tile_rows
     }
 
-    /// Query rows (of all heads of a group) that share each packed block of keys.
+    /// Number of query rows (of all heads of a GQA group) that share each packed block of keys.
     #[must_use]
     pub const fn task_rows(&self) -> usize {
         self.task_rows
@@ -273,7 +272,7 @@ impl CpuPlan {
         prefixes.chain(self.schedule.splits.iter().copied()).max().unwrap_or(1)
     }
 
-    /// Upper bound of the splits of the keys of each sequence that no [`CpuPlan::prefixes`] hold, `[sequences]`.
+    /// Upper bound of the splits of each sequence's own keys, which are in none of [`CpuPlan::prefixes`]: `[sequences]`.
     #[must_use]
     pub fn sequence_splits(&self) -> &[usize] {
         &self.schedule.splits
@@ -285,7 +284,7 @@ impl CpuPlan {
         &self.schedule.prefixes
     }
 
-    /// Fraction of the time that threads wait for others, where tasks take the time that the planner estimates.
+    /// Fraction of the time that threads wait for others, if tasks take the time that the planner estimates.
     #[must_use]
     pub fn idle(&self) -> f64 {
         self.schedule.idle(self.threads)
@@ -303,9 +302,9 @@ impl CpuPlan {
         self.workspace_bytes
     }
 
-    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs, and
-    /// `-{k codec}+{v codec}` where they are not elements of the dtype (one where they are the same); decode
-    /// where a key/value head has at most 16 query rows, which stream keys and values once, from where they lie.
+    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` if that differs, and
+    /// `-{k codec}+{v codec}` if they are not elements of the dtype (one codec if both are equal). It is `decode` if a key/value head has
+    /// at most 16 query rows, which stream keys and values once, in place.
     #[must_use]
     pub fn kernel(&self) -> String {
         plan_name(&self.problem, self.isa)
@@ -341,7 +340,7 @@ pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
     isa.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
 }
 
-/// True where an instruction set multiplies the codes of keys or of values in integers.
+/// Returns true if an instruction set multiplies the codes of keys or of values as integers.
 fn has_integer_products(problem: &Problem, isa: Isa) -> bool {
     let dims = problem.dims();
     let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
@@ -367,7 +366,7 @@ pub(crate) const fn register_tile(isa: Isa) -> RegisterTile {
     RegisterTile { rows, vectors }
 }
 
-/// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
+/// Number of f32 in a row of packed queries or keys: whole steps of the matrix unit if tiles are multiplied.
 const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     match isa {
         Isa::Amx => head_dim.div_ceil(2).next_multiple_of(16),
@@ -375,18 +374,18 @@ const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     }
 }
 
-/// What the sizes of scratch memory follow from.
+/// The quantities that determine the sizes of scratch memory.
 struct ScratchSizes {
     task_rows: usize,
     tile_rows: usize,
-    /// f32 of a row of packed queries or keys.
+    /// Number of f32 in a row of packed queries or keys.
     depth: usize,
-    /// f32 of a row of packed values.
+    /// Number of f32 in a row of packed values.
     value_stride: usize,
     /// Keys of a packed panel.
     panel: usize,
     quantized: bool,
-    /// True where codes are multiplied in integers.
+    /// True if codes are multiplied as integers.
     integers: bool,
 }
 
@@ -403,7 +402,7 @@ impl ScratchLayout {
         // A tile may end inside a vector of rows.
         let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
         Self {
-            // Rows past the last are read where rows are few.
+            // Kernels of few rows also read rows past the last.
             q: region(task_rows.max(STREAM_ROWS) * depth),
             k: region(BLOCK_K.next_multiple_of(panel) * depth),
             v: region(BLOCK_K * value_stride),
@@ -424,13 +423,13 @@ impl ScratchLayout {
     }
 }
 
-/// f32 that 16 decoded rows of codes take.
+/// Number of f32 in 16 decoded rows of codes.
 const fn decoded_scratch(depth: usize) -> usize {
     16 * depth
 }
 
-/// f32 that operands in integers take: two bytes an element, a factor and a start for each query of a task; two bytes a key and a factor for
-/// the probabilities of each row of a tile.
+/// Number of f32 for integer operands: for each query of a task, two bytes per element, a factor and a start; for the probabilities of each
+/// row of a tile, two bytes per key and a factor.
 const fn integer_scratch(task_rows: usize) -> usize {
     task_rows.next_multiple_of(STREAM_ROWS) * (MAX_HEAD_DIM / 2 + 2) + STREAM_ROWS * (BLOCK_K / 2 + 1)
 }

@@ -1,8 +1,8 @@
-//! What the planner knows of a CPU.
+//! Facts about a CPU.
 
 use flashtile_core::isa::Isa;
 
-/// What the planner knows of a CPU.
+/// The facts about a CPU that the planner uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct CpuFacts {

@@ -1,4 +1,4 @@
-//! Facts of machines, as data: for planning without them.
+//! Facts about machines, for planning without having them.
 
 use super::facts::CpuFacts;
 use flashtile_core::isa::Isa;

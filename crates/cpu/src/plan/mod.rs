@@ -6,8 +6,8 @@
 //! other sequences of the batch.
 //!
 //! The unit of work is a task: a range of query rows of one key/value head, and a range of the key blocks that they see.
-//! Rows are (position, head of the group) pairs ordered by position, so that all query heads of a group share each packed
-//! block and neighbouring rows see nearly the same keys. How they are made is in the module `schedule`.
+//! Rows are (position, head of the GQA group) pairs ordered by position, so that all query heads of a GQA group share each packed block and
+//! neighbouring rows see nearly the same keys. The module `schedule` makes the tasks.
 
 mod cpu_plan;
 mod facts;

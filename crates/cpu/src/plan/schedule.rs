@@ -5,7 +5,7 @@
 //! segment is kept in partials of the workspace for the next one. Segments at the same depth of prefixes form a level; a level
 //! starts when the one before has ended.
 //!
-//! Where the tasks of a level would leave threads idle, the long ones are split along the keys. The first split continues
+//! If the tasks of a level would leave threads idle, the long ones are split along the keys. The first split continues
 //! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
 
 use super::sizes::BLOCK_K;
@@ -15,18 +15,18 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Query rows of one key/value head, in (position, group head) order. Those of several cached sequences follow one another
+/// Query rows of one key/value head, in (position, group head) order. Rows of several cached sequences follow one another,
 /// as the packed queries do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rows {
-    /// The sequence from whose first row rows are counted, and in whose pages the keys are found.
+    /// Rows are counted from the first row of this sequence, and keys are found in its pages.
     pub(crate) sequence: usize,
     pub(crate) kv_head: usize,
     pub(crate) first: usize,
     pub(crate) count: usize,
 }
 
-/// Where a result goes.
+/// The destination of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Target {
     /// To the outputs of the problem.
@@ -49,7 +49,7 @@ pub(crate) struct Blocks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Task {
     pub(crate) rows: Rows,
-    /// Key blocks, whole; the visible ones among them are computed.
+    /// Whole key blocks, of which the visible ones are computed.
     pub(crate) blocks: Blocks,
     /// Index of the partial of the first row's state before these blocks; `None` before the first block.
     pub(crate) from: Option<usize>,
@@ -64,7 +64,7 @@ pub(crate) struct Reduction {
     pub(crate) rows: Rows,
     /// Index of the partial of the first row's state.
     pub(crate) from: usize,
-    /// Index of the partial of the first row's partial result of the first block.
+    /// Index of the first row's partial result of the first block.
     pub(crate) partials: usize,
     pub(crate) blocks: usize,
     pub(crate) target: Target,
@@ -89,7 +89,7 @@ impl Level {
 pub struct PlannedPrefix {
     /// Indices of the sequences.
     pub sequences: Range<usize>,
-    /// Tokens that are read once for all of them, in whole blocks, without the tokens of the prefixes around this one.
+    /// Tokens that are read once for all of them, in whole blocks, without the tokens of enclosing prefixes.
     pub tokens: Range<usize>,
     /// Query rows of each key/value head that share them.
     pub rows: usize,
@@ -102,13 +102,12 @@ struct Segment {
     sequences: Range<usize>,
     /// Query rows of each key/value head.
     rows: usize,
-    /// Its key blocks; `end` is `usize::MAX` for a sequence's own, which run to its last.
+    /// Its key blocks. For a sequence's own segment, `end` is `usize::MAX`: the blocks run to the sequence's last.
     blocks: Range<usize>,
-    /// The segment with the blocks before, if there are any.
+    /// The segment with the preceding blocks, if there are any.
     parent: Option<usize>,
     depth: usize,
-    /// Index of the partial that holds the state of its first row and key/value head 0: of prefixes, whose state later segments
-    /// continue.
+    /// For prefixes, whose state later segments continue: index of the partial with the state of the first row and key/value head 0.
     first_partial: usize,
     splits: usize,
 }
@@ -144,7 +143,7 @@ pub(super) struct Schedule {
 const STREAM_COST: u64 = 8;
 /// Tasks per thread that even out differences in work.
 pub(super) const TASKS_PER_THREAD: usize = 4;
-/// Upper bound of the memory that partial results may take where the planner chooses to split, in bytes.
+/// Upper bound of the memory that partial results may take if the planner chooses to split, in bytes.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
 
 /// Sequences that have some of the rows, and their positions.
@@ -169,7 +168,7 @@ pub(crate) fn spans(
     })
 }
 
-/// The sequence that has a row of q: `sequence` or, where queries are packed, one after it.
+/// The sequence that has a row of q: `sequence` or, if queries are packed, a later one.
 #[inline(always)]
 pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usize {
     let all = problem.sequences();
@@ -177,7 +176,7 @@ pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usi
     if row < s.q_start + s.q_len {
         return sequence;
     }
-    // The last that starts at or before the row. Sequences without rows that start there come before it.
+    // It is the last sequence that starts at or before the row: sequences without rows that start there come before it.
     sequence + all[sequence..].partition_point(|s| s.q_start <= row) - 1
 }
 
@@ -185,9 +184,10 @@ impl<'a> Segments<'a> {
     pub(super) fn of(problem: &'a Problem) -> Self {
         let mut list: Vec<Segment> = Vec::new();
         let gqa_group = problem.dims().gqa_group();
-        // The keys that a tree mask decides on are not shared.
+        // Keys whose visibility a tree mask decides are not shared.
         let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
-        // The innermost prefix of each sequence. Outer ones come first, and what holds the first sequence of a prefix holds it.
+        // The innermost prefix of each sequence. Outer prefixes come first; a prefix that has the first sequence of another
+        // has all of its sequences.
         let mut innermost: Vec<Option<usize>> = vec![None; problem.sequences().len()];
         for prefix in &problem.desc().prefixes {
             let parent = innermost[prefix.sequences.start];
@@ -237,7 +237,7 @@ impl<'a> Segments<'a> {
         tasks.sum::<usize>().saturating_mul(self.problem.dims().kv_heads)
     }
 
-    /// Cuts the segments into tasks. `None` where the partials overflow.
+    /// Cuts the segments into tasks. `None` if the number of partials overflows.
     pub(super) fn schedule(mut self, choices: &Choices) -> Option<Schedule> {
         let (heads, gqa_group) = (self.problem.dims().kv_heads, self.problem.dims().gqa_group());
         let mut num_partials = 0usize;
@@ -290,7 +290,7 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// Blocks of a segment that some of its rows see, all of them where tiles are not skipped, and what they cost.
+    /// Blocks of a segment that some of its rows see (all blocks if tiles are not skipped), and their cost.
     fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> (Blocks, u64) {
         let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
         let inside = |keys: Range<usize>| {
@@ -319,7 +319,7 @@ impl<'a> Segments<'a> {
         (if none { Blocks { start: 0, end: 0 } } else { Blocks { start: first, end: last } }, cost)
     }
 
-    /// Splits the tasks of a level along the keys: as the option says, or where that shortens the level.
+    /// Splits the tasks of a level along the keys: as the option says, or if that shortens the level.
     fn split(
         &mut self,
         tasks: Vec<(Task, usize)>,
@@ -368,14 +368,13 @@ impl<'a> Segments<'a> {
             let blocks = last - at(1);
             level.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
         }
-        // Stable: tasks of equal cost keep their order.
+        // The sort is stable: tasks of equal cost keep their order.
         level.tasks.sort_by_key(|task| Reverse(task.cost));
         Some(level)
     }
 }
 
-/// Time until the last of some threads is done, where each takes the next task when it is done with one. Tasks are in the
-/// order in which they are handed out.
+/// Time until the last thread is done, if each thread takes the next task when it is done with one. Tasks are handed out in order.
 fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
     let mut loads: BinaryHeap<Reverse<u64>> = vec![Reverse(0); threads].into();
     for cost in costs {
@@ -386,8 +385,8 @@ fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
     loads.into_iter().map(|load| load.0).max().unwrap_or(0)
 }
 
-/// The cost of a split, where whole tasks would keep threads waiting for more than a tenth of the time, or are too few to even out other
-/// load on the machine; `None` where tasks stay whole.
+/// The cost of a split if whole tasks would keep threads waiting for more than a tenth of the time, or are too few to even out other load
+/// on the machine; `None` if tasks stay whole.
 fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
     let (mut total, mut max, mut count) = (0u64, 0u64, 0);
     for cost in costs.clone() {
@@ -399,7 +398,7 @@ fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Optio
         costs.sort_unstable_by_key(|&cost| Reverse(cost));
         makespan(costs.into_iter(), threads) as f64 * 0.9 > even_time
     };
-    // No schedule is longer than an even one and the longest task.
+    // No schedule is longer than an even one plus the longest task.
     let even = max as f64 <= 0.1 * even_time;
     let splits = threads > 1 && !even && (count < 2 * threads || waits());
     splits.then(|| total.div_ceil((threads * TASKS_PER_THREAD) as u64).max(1))
