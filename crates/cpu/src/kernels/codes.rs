@@ -1,6 +1,6 @@
-//! Quantized keys and values: the rows of a head, and how they are decoded to where a block of elements is packed.
+//! Quantized keys and values: the rows of a head, and their decoding to the place where a block of elements is packed.
 //!
-//! After that everything is as for elements. Tasks of few rows multiply codes where they lie instead, if the instruction set can
+//! After decoding, they are treated like elements. Tasks of few rows multiply codes in place instead, if the instruction set can
 //! ([`products::code_block`](super::products)).
 
 #![allow(unsafe_code)]
@@ -22,9 +22,9 @@ pub(super) struct CodeRows<'a> {
     pub(super) view: &'a CodesView<'a>,
     head: usize,
     table: &'a [u32],
-    /// Rows of a page.
+    /// Number of rows in a page.
     pub(super) page_rows: usize,
-    /// Rows of the sequence; `usize::MAX` for a ring, which has a row for any.
+    /// Number of rows of the sequence; `usize::MAX` for a ring, which has a row for every index.
     pub(super) end: usize,
 }
 
@@ -50,8 +50,8 @@ impl<'a> CodeRows<'a> {
         self.view.coder()
     }
 
-    /// A page of the sequence. Page 0 for an entry that names no page of the pool: groups and prefetches take in rows that are
-    /// not kept, whose entries were not checked.
+    /// A page of the sequence. An entry that names no page of the pool gives page 0: groups and prefetches include rows that are not kept,
+    /// whose entries were not checked.
     #[inline(always)]
     pub(super) fn page(&self, block: usize) -> &'a [u8] {
         let block = if block < self.table.len() { block } else { block % self.table.len() };
@@ -76,7 +76,7 @@ impl<'a> CodeRows<'a> {
 /// [`pack::key_panel`] of codes. A vector of keys is decoded to `memory` first.
 ///
 /// # Safety
-/// As [`pack::key_panel`]; `memory` holds the rows of a vector of keys.
+/// As [`pack::key_panel`]; `memory` has room for the rows of a vector of keys.
 #[inline(always)]
 pub(super) unsafe fn key_panel<S: Simd>(
     src: CodeRows<'_>,

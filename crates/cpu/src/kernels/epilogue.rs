@@ -19,7 +19,7 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
     let out = work.cx.out;
     for r in 0..rows {
         let (i, h) = work.place(first + r);
-        // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
+        // SAFETY: the state has `rows` rows; the row exists in out and lse.
         unsafe {
             let (max, sum) = (f64::from(*state.max_sum.max.add(r)), f64::from(*state.max_sum.sum.add(r)));
             let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
@@ -55,15 +55,15 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
     }
 }
 
-/// Factor of the accumulated values, and the logsumexp where it `has_lse`: from a row's maximum and sum in units of log2, the sink's logit
-/// (`-inf` without one), and the shift that all scores lack.
+/// The factor of the accumulated values and, if it `has_lse`, the logsumexp of a row: from its maximum and sum in units of log2, the sink's
+/// logit (`-inf` without a sink), and the shift, a constant that the row's scores leave out.
 #[inline]
 fn normalizer(max: f64, sum: f64, sink: f64, shift: f64, has_lse: bool) -> (f32, f32) {
     if sum == 0.0 {
         return (0.0, sink as f32);
     }
     if sink == f64::NEG_INFINITY {
-        // A logarithm takes as long as a short row.
+        // A logarithm takes as long as a short row, so it is computed only if it is needed.
         let lse = if has_lse { (softmax::from_log2(max) + shift + sum.ln()) as f32 } else { 0.0 };
         return ((1.0 / sum) as f32, lse);
     }
@@ -71,7 +71,7 @@ fn normalizer(max: f64, sum: f64, sink: f64, shift: f64, has_lse: bool) -> (f32,
     let row_max = max.max(sink_log2);
     let rescale = (max - row_max).exp2();
     let total = sum * rescale + (sink_log2 - row_max).exp2();
-    // A sink that is the greatest has digits that it would lose to the shift.
+    // A sink above all scores would lose digits if the shift were subtracted and added again.
     let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(row_max) + shift };
     ((rescale / total) as f32, (lse + total.ln()) as f32)
 }

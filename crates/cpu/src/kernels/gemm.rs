@@ -1,7 +1,7 @@
 //! The one micro-kernel of both products: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
 //!
-//! Each element of `C` is a single chain of multiply-adds ([`MulAdd`]) over `depth` in order, whatever the tile it is computed in, so that its
-//! bits depend on its own row of `A` and column of `B` alone.
+//! Each element of `C` is a single chain of multiply-adds ([`MulAdd`]) over `depth` in order, in whichever tile it is computed, so that its
+//! bits depend only on its row of `A` and its column of `B`.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::hint::black_box;
 
 /// One step of the chain of multiply-adds that makes an element of `C`.
 pub(crate) trait MulAdd<S: Simd> {
-    /// Elements of the depth in each f32 of `A` and `B`: 2 where they are pairs of bf16.
+    /// Elements of the depth in each f32 of `A` and `B`: 2 for pairs of bf16.
     const PER_F32: usize;
 
     /// `a . b + c` in each lane, over the [`MulAdd::PER_F32`] elements of the lane.
@@ -20,7 +20,8 @@ pub(crate) trait MulAdd<S: Simd> {
     /// As [`Simd`].
     unsafe fn mul_add(a: S::V, b: S::V, c: S::V) -> S::V;
 
-    /// The next value of a chain that measures the rate of steps. Each depends on the one before such that no compiler hoists a part of it.
+    /// The next value of a chain that measures the rate of steps. Each value depends on the one before in a way that keeps compilers from
+    /// hoisting a part of the step.
     ///
     /// # Safety
     /// As [`Simd`].
@@ -43,8 +44,8 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                 }
             }
         }
-        // An opaque pointer a row and one index: compilers would step from row to row by additions of the stride, at every
-        // step. Streams step one pointer, as the conversion of `B` needs the registers.
+        // One opaque pointer per row, and one index: otherwise compilers go from row to row by adding the stride, at every step. Streams
+        // step one pointer, because the conversion of `B` needs the registers.
         let mut rows_of_a = [m.a.at(0, 0); R];
         if !B::STREAMS {
             for r in 1..R {
@@ -91,7 +92,7 @@ unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands
     const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the contract of `gemm`, for N vectors.
     unsafe {
-        // Two vectors leave registers for two rows more, which share the conversion of `B`.
+        // Two vectors leave registers for two more rows, which share the conversion of `B`.
         while B::STREAMS && S::REGISTERS == 32 && N <= 2 && m.c.rows() >= 8 {
             micro::<S, M, B, 8, N>(m);
             (m.a, m.c) = (m.a.from(8, 0), m.c.from(8, 0));
@@ -117,8 +118,8 @@ unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands
 /// Computes `C`, of at most `S::VECTORS` vectors.
 ///
 /// # Safety
-/// As [`Simd`], with the contracts of the matrices. `A` has at least the rows of `C`; `B` has as many rows as `A` columns, all runs of
-/// a stream together, and the columns of `C`.
+/// As [`Simd`], with the contracts of the matrices. `A` has at least the rows of `C`. `B` has as many rows as `A` has columns (all runs of
+/// a stream together), and the columns of `C`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {
     debug_assert!(m.c.rows() <= m.a.rows() && m.c.cols().is_multiple_of(S::LANES));

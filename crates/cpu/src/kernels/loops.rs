@@ -14,7 +14,7 @@ pub(crate) struct Loops {
     pub(crate) read: unsafe fn(*const f32, usize) -> f32,
 }
 
-/// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 a cycle, few enough for 16 registers.
+/// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 per cycle, few enough for 16 registers.
 pub(super) const CHAINS: usize = 12;
 
 /// `rounds` steps of a product on each of [`CHAINS`] registers.

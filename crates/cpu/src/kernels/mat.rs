@@ -42,7 +42,7 @@ macro_rules! matrix {
             /// Element `(row, col)`, or the end of a row or of the matrix.
             ///
             /// # Safety
-            /// `row <= rows` and `col <= cols`; in debug builds this is checked.
+            /// `row <= rows` and `col <= cols`; debug builds check this.
             #[inline(always)]
             pub(crate) unsafe fn at(self, row: usize, col: usize) -> $P {
                 debug_assert!(
@@ -67,7 +67,7 @@ macro_rules! matrix {
             /// The first `rows` rows and `cols` columns.
             ///
             /// # Safety
-            /// There are as many; in debug builds this is checked.
+            /// The matrix has these rows and columns; debug builds check this.
             #[inline(always)]
             pub(crate) unsafe fn first(self, rows: usize, cols: usize) -> Self {
                 debug_assert!(
@@ -83,12 +83,12 @@ macro_rules! matrix {
 matrix! {
     /// A row-major matrix that is read.
     ///
-    /// Contract of a value, which its constructor takes on and to which SAFETY comments refer:
+    /// Contract of a value, which the caller of its constructor guarantees and SAFETY comments refer to:
     ///
     /// - Element `(r, c)`, with `r < rows` and `c < cols`, is at `ptr + r * ld + c`. `ld >= cols`, unless there is at most one row.
     /// - `ptr` is aligned to f32 and, as long as the value is used, valid for reads of every element, all in one allocation.
     /// - No other thread writes the elements meanwhile.
-    /// - Rows that exist for kernels that take several at a time, and columns up to a whole vector, may hold anything.
+    /// - Rows that exist only for kernels that take several at a time, and columns up to a whole vector, may hold anything.
     Mat, *const f32
 }
 
@@ -103,7 +103,7 @@ matrix! {
 }
 
 impl MatMut {
-    /// The same matrix, to be read.
+    /// This matrix, to be read.
     #[inline(always)]
     pub(crate) fn as_mat(self) -> Mat {
         let Self { ptr, ld, rows, cols } = self;
@@ -122,10 +122,10 @@ pub(crate) struct RowMaxSum {
 }
 
 impl RowMaxSum {
-    /// From row `row` on.
+    /// The rows from `row` on.
     ///
     /// # Safety
-    /// There are as many rows.
+    /// There are at least `row` rows.
     #[inline(always)]
     pub(super) unsafe fn from(self, row: usize) -> Self {
         // SAFETY: the caller's contract.

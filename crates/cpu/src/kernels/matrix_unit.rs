@@ -4,9 +4,9 @@
 
 use std::marker::PhantomData;
 
-/// The matrix unit of this thread, configured until this is dropped. Without a unit, nothing.
+/// Keeps the matrix unit of this thread configured until it is dropped. Without a unit, it does nothing.
 ///
-/// A unit is a thread's own, so that the guard is neither `Send` nor `Sync`.
+/// A unit belongs to one thread, so the guard is neither `Send` nor `Sync`.
 #[must_use]
 pub(crate) struct MatrixUnitGuard {
     release: Option<unsafe fn()>,
@@ -14,7 +14,7 @@ pub(crate) struct MatrixUnitGuard {
 }
 
 impl MatrixUnitGuard {
-    /// Products use no matrix unit.
+    /// The guard of products that use no matrix unit.
     pub(super) const fn none() -> Self {
         Self { release: None, thread: PhantomData }
     }

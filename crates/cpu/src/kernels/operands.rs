@@ -14,16 +14,16 @@ pub(crate) struct Operands<B> {
     pub(super) b: B,
     /// Whole vectors of columns.
     pub(super) c: MatMut,
-    /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
+    /// True if the chains continue from the contents of `c`: a product that is cut along its depth has the bits of the whole product.
     pub(super) resume: bool,
 }
 
 /// Rows of `B`, in runs of rows at a constant distance.
 ///
-/// The loop over packed rows prefetches nothing, and is a loop of its own: prefetches would cost it a tenth of its rate.
+/// Packed rows have a loop of their own, which prefetches nothing: prefetches would cost it a tenth of its rate.
 pub(super) trait Source: Copy {
     type Elem: Elem;
-    /// Whether memory is prefetched while rows are read.
+    /// True if memory is prefetched while rows are read.
     const STREAMS: bool;
     /// Number of runs.
     fn runs(&self) -> usize;
@@ -73,7 +73,7 @@ impl Source for Mat {
     }
 }
 
-/// Rows of elements of `E` where they lie, from a first column on.
+/// Rows of elements of `E` in place, from a first column on.
 #[derive(Clone, Copy)]
 pub(super) struct Stream<'a, E> {
     pub(super) runs: &'a [Run],

@@ -1,4 +1,4 @@
-//! Copies into the order in which the micro-kernel reads, converted to f32.
+//! Copies of operands, converted to f32, in the order in which the micro-kernel reads.
 
 #![allow(unsafe_code)]
 
@@ -12,21 +12,21 @@ use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_core::tensor::TensorView;
 use std::ops::Range;
 
-/// Where the pages of a sequence are listed.
+/// The block table of a sequence, and the sizes of its pages.
 #[derive(Clone, Copy)]
 struct Pages<'a> {
     /// Page of each block of rows; block `b` is at `b % width`.
     table: &'a [u32],
     width: u32,
-    /// Rows of a page. Divisions are of u32, the cheaper kind: a longer page has every row in its first block.
+    /// Number of rows in a page. Divisions are of u32, which are cheaper; a page of more rows than that has every row in its first block.
     page: u32,
-    /// Its logarithm, where it is a power of two: a division would take longer than the products of a short row.
+    /// Logarithm of `page`, if it is a power of two: a division would take longer than the products of a short row.
     shift: Option<u32>,
     /// Bytes from a page to the next.
     stride: usize,
 }
 
-/// Rows of one head of a sequence: of a tensor, one after another, or of pages of a pool.
+/// Rows of one head of a sequence: consecutive rows of a tensor, or rows in pages of a pool.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
@@ -35,9 +35,9 @@ pub(crate) struct HeadRows<'a> {
     pages: Option<Pages<'a>>,
 }
 
-/// Bytes by which a stream prefetches its rows ahead: more than arrive during the latency of memory.
+/// Number of bytes that a stream prefetches ahead: more than arrive during the latency of memory.
 const PREFETCH_BYTES: usize = 16384;
-/// Pages of fewer rows are packed rather than streamed: a product of its own for each page costs more than the copy.
+/// Pages of fewer rows are packed rather than streamed: a separate product for each page costs more than the copy.
 const MIN_RUN: usize = 8;
 
 impl<'a> HeadRows<'a> {
@@ -62,7 +62,7 @@ impl<'a> HeadRows<'a> {
         Self { tensor, origin: tensor.row(0, head, 0), pages }
     }
 
-    /// Address of row `j`, and the number of rows from it on that are a step apart. The row may be past the end, and is not read then.
+    /// Address of row `j`, and the number of rows from it on that are a step apart. The row may be past the end; it is not read then.
     #[inline(always)]
     fn find(&self, j: usize) -> (*const u8, usize) {
         let Some(p) = self.pages else {
@@ -74,7 +74,8 @@ impl<'a> HeadRows<'a> {
             None => (j / p.page, (j % p.page) as usize),
         };
         let block = if block < p.width { block } else { block % p.width };
-        // A row that is prefetched past the end may have no page: the prefetch of a mapped address costs no failed translation.
+        // A row that is prefetched past the end may have no page. Page 0 replaces it, because the prefetch of a mapped address
+        // costs no failed translation.
         let page = match p.table[block as usize] {
             NO_PAGE => 0,
             page => page as usize,
@@ -83,8 +84,8 @@ impl<'a> HeadRows<'a> {
         (self.origin.wrapping_add(offset), p.page as usize - row)
     }
 
-    /// The rows from `j` on that are a step apart, as far as the rows that are prefetched meanwhile, at least `distance` rows further on,
-    /// are a step apart too.
+    /// The rows from `j` on that are a step apart, as long as the rows that are prefetched meanwhile, at least `distance` rows further
+    /// on, are a step apart too.
     #[inline(always)]
     pub(super) fn span(&self, j: usize, distance: usize) -> Run {
         let (start, rows) = self.find(j);
@@ -92,13 +93,13 @@ impl<'a> HeadRows<'a> {
         if self.pages.is_none() {
             return Run { start, rows, ahead: self.step().wrapping_mul(distance) };
         }
-        // Where pages hold whole vectors of rows, both runs end together.
+        // If pages hold whole vectors of rows, both runs end together.
         let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
         let ahead = (next as usize).wrapping_sub(start as usize);
         Run { start, rows: rows.min(next_rows), ahead }
     }
 
-    /// The runs of the `len` rows from `j` on, as many of them as `memory` has room for.
+    /// The runs of the `len` rows from `j` on, as many runs as `memory` has room for.
     #[inline(always)]
     pub(super) fn runs<'m>(&self, j: usize, len: usize, memory: &'m mut [Run]) -> &'m [Run] {
         let (mut found, mut at) = (0, 0);
@@ -128,7 +129,7 @@ impl<'a> HeadRows<'a> {
         }
     }
 
-    /// Rows from one that is read to the one that is prefetched meanwhile.
+    /// Number of rows from the row that is read to the row that is prefetched meanwhile.
     #[inline(always)]
     pub(super) fn distance(&self) -> usize {
         PREFETCH_BYTES.div_ceil(self.row_bytes())
@@ -141,7 +142,7 @@ impl<'a> HeadRows<'a> {
         Walk { rows: *self, j, next, left }
     }
 
-    /// Rows from `j` on, one at a time, each prefetched by [`HeadRows::distance`] rows before.
+    /// Rows from `j` on, one at a time, each prefetched [`HeadRows::distance`] rows earlier.
     #[inline(always)]
     pub(super) fn prefetching_walk(&self, j: usize) -> PrefetchingWalk<'a> {
         PrefetchingWalk {
@@ -151,19 +152,19 @@ impl<'a> HeadRows<'a> {
         }
     }
 
-    /// Whether rows come in runs so short that they are packed before a product.
+    /// Returns true if rows come in runs so short that they are packed before a product.
     #[inline(always)]
     pub(super) fn scattered(&self) -> bool {
         self.pages.is_some_and(|p| (p.page as usize) < MIN_RUN)
     }
 
-    /// Bytes from a row to the next. Where there is a single row, this may be any number.
+    /// Bytes from a row to the next; any number if there is a single row.
     #[inline(always)]
     pub(super) fn step(&self) -> usize {
         self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 
-    /// Bytes of a row.
+    /// Number of bytes in a row.
     #[inline(always)]
     pub(super) fn row_bytes(&self) -> usize {
         self.tensor.shape()[3] * self.tensor.dtype().bytes()
@@ -173,7 +174,7 @@ impl<'a> HeadRows<'a> {
 /// Addresses of one row after another.
 struct Walk<'a> {
     rows: HeadRows<'a>,
-    /// The next row, its address, and how many are a step apart from it on.
+    /// The next row, its address, and the number of rows from it on that are a step apart.
     j: usize,
     next: *const u8,
     left: usize,
@@ -202,7 +203,7 @@ pub(super) struct PrefetchingWalk<'a> {
 }
 
 impl PrefetchingWalk<'_> {
-    /// The next row, once the one further on is prefetched.
+    /// Prefetches the row further on, and returns the next row.
     ///
     /// # Safety
     /// As [`Simd`].
@@ -217,7 +218,7 @@ impl PrefetchingWalk<'_> {
     }
 }
 
-/// Stands for keys past the end: zero in every dtype.
+/// Stands in for keys past the end: zero in every dtype.
 #[repr(align(64))]
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
@@ -225,7 +226,7 @@ static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
 /// Keys of one vector of lanes, and the distance of prefetches.
 #[derive(Clone, Copy)]
 pub(super) struct KeyVector {
-    /// The rows: zeros for a key that is not wanted.
+    /// The rows; zeros for a key that is not wanted.
     rows: [*const u8; 16],
     /// Bytes from a row to the one that is prefetched while it is read.
     ahead: usize,
@@ -233,13 +234,13 @@ pub(super) struct KeyVector {
 }
 
 impl KeyVector {
-    /// The rows, zeros for a key that is not wanted.
+    /// The rows; zeros for a key that is not wanted.
     #[inline(always)]
     pub(super) const fn rows(&self) -> &[*const u8; 16] {
         &self.rows
     }
 
-    /// The keys from `first + column` on whose columns are in `columns`, which exist.
+    /// The keys from `first + column` on whose columns are in `columns`. These keys exist.
     ///
     /// # Safety
     /// As [`Simd`].
@@ -269,7 +270,7 @@ impl KeyVector {
         if run.rows >= S::LANES {
             return Self { rows, ahead: run.ahead, row_bytes };
         }
-        // The rows are no constant distance from later ones, which are all prefetched here.
+        // Later rows are at no constant distance, so they are all prefetched here.
         let next = first + column + src.distance().max(S::LANES);
         // SAFETY: the caller's contract.
         unsafe { src.request::<S>(next..next + S::LANES) }
@@ -290,7 +291,7 @@ impl KeyVector {
                     S::prefetch(self.rows[r].wrapping_add(at + self.ahead));
                 }
             }
-            // A loop: array methods that take closures are functions without the instruction set.
+            // This is a loop because array methods that take closures are functions without the instruction set.
             for r in 0..S::LANES {
                 from[r] = self.rows[r].add(at).cast();
             }
@@ -304,7 +305,7 @@ impl KeyVector {
     /// As [`Simd`]; the rows exist.
     #[inline(always)]
     pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
-        // Aligned as any element.
+        // The alignment is that of the largest element type.
         let mut tail = [[0u32; LINES]; 16];
         let mut from = [std::ptr::null(); 16];
         // SAFETY: a row has `row_bytes` bytes, the zero row at least as many.
@@ -319,13 +320,13 @@ impl KeyVector {
     }
 }
 
-/// Rows that stand for keys that are not wanted.
+/// Rows that stand in for keys that are not wanted.
 #[inline(always)]
 pub(super) const fn zero_rows() -> [*const u8; 16] {
     [ZERO_ROW.0.as_ptr(); 16]
 }
 
-/// One vector of lanes of a panel from rows of f32.
+/// Packs one vector of lanes of a panel from rows of f32.
 ///
 /// # Safety
 /// As [`key_panel`]; the rows have `row_bytes` bytes.
@@ -362,7 +363,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
     }
 }
 
-/// One vector of lanes of a panel.
+/// Packs one vector of lanes of a panel.
 ///
 /// # Safety
 /// As [`key_panel`].
@@ -434,7 +435,7 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to rows of f32, the lanes past value_dim zero.
+/// Converts values `first + rows` to rows of f32, with zeros in the lanes past value_dim.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` has the rows, of value_dim in whole vectors.

@@ -1,11 +1,11 @@
-//! Where the scale of the scores is applied: to the query, or to its products where the scaled query would overflow or lose digits.
+//! The scale of the scores. It is applied to the query, or to the query's products if the scaled query would overflow or lose digits.
 
 #![allow(unsafe_code)]
 
 use super::state::{Query, TaskState};
 use crate::simd::{Simd, load_head};
 
-/// The largest magnitude of a scaled query is at least this, or its small elements would lose digits as subnormal numbers: `2^-120`.
+/// Lower bound of the largest magnitude of a scaled query, `2^-120`: below it, small elements would lose digits as subnormal numbers.
 const MIN_SCALED: f32 = f32::from_bits((127 - 120) << 23);
 
 /// Queries up to this magnitude, `2^-10`, have finite products with any key.
@@ -21,14 +21,14 @@ pub(super) struct ScaleFactors {
 }
 
 impl ScaleFactors {
-    /// The factors of a row whose largest finite magnitude is `q_max`: all of the scale for the query, which costs nothing, unless that
-    /// overflows or loses digits.
+    /// The factors of a row whose largest finite magnitude is `q_max`: all of the scale goes to the query, which costs nothing, unless the
+    /// query would overflow or lose digits.
     fn new(scale: f32, q_max: f32) -> Self {
         let scaled = q_max * scale.abs();
         if is_plain(scaled) || q_max == 0.0 || scale == 0.0 {
             return Self { query: scale, scores: 1.0 };
         }
-        // A power of two, so that the scores of a query that is too small are rounded once, as others are.
+        // The factor is a power of two, so that the scores of a query that is too small are rounded once, like others.
         let query = if scaled < MIN_SCALED && q_max > MAX_PLAIN {
             MAX_PLAIN / f32::from_bits(q_max.to_bits() & 0x7f80_0000)
         } else {
@@ -38,13 +38,13 @@ impl ScaleFactors {
     }
 }
 
-/// True where a query can be scaled to this largest magnitude.
+/// Returns true if a query can be scaled to this largest magnitude.
 #[inline(always)]
 fn is_plain(scaled: f32) -> bool {
     (MIN_SCALED..=f32::MAX).contains(&scaled)
 }
 
-/// True where a scaled query of `len` elements keeps its digits: no finite element has become infinite, and they are not all too small.
+/// Returns true if a scaled query of `len` elements keeps its digits: no finite element became infinite, and not all are too small.
 ///
 /// # Safety
 /// As [`Simd`]; the row has the elements.

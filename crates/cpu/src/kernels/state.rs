@@ -1,6 +1,6 @@
 //! The data of a run and of a task, and the table of phases that work on it.
 //!
-//! Phases take a [`TaskState`], which has the table of phases: these types name each other, and are one module.
+//! Phases take a [`TaskState`], which has the table of phases: these types name each other, so they are in one module.
 
 #![allow(unsafe_code)]
 
@@ -17,7 +17,7 @@ use flashtile_core::tensor::TensorViewMut;
 use std::cell::Cell;
 use std::ops::Range;
 
-/// The inputs, outputs and workspace of a run, for all of its tasks. Checked against the plan's problem before it is made.
+/// The inputs, outputs and workspace of a run, for all of its tasks, checked against the plan's problem.
 pub(crate) struct Context<'a> {
     pub(crate) plan: &'a CpuPlan,
     /// Kernels of the plan's instruction set.
@@ -61,7 +61,7 @@ impl Partials {
         }
     }
 
-    /// Stores that the rows have seen nothing. Their values are not read.
+    /// Stores the state of rows that have seen no key. Their values are not read.
     ///
     /// # Safety
     /// As [`Partials::store`].
@@ -70,7 +70,7 @@ impl Partials {
         unsafe { self.max_sum.clear(index..index + rows) }
     }
 
-    /// Reads the maxima and sums of `rows` rows, and says where their values are.
+    /// Reads the maxima and sums of `rows` rows, and returns their values in place.
     ///
     /// # Safety
     /// The partials were stored, the rows exist.
@@ -113,17 +113,17 @@ pub(crate) enum Storage {
 /// The phases of a task for one instruction set and the storage of one problem: the only functions that are compiled with the
 /// target features of the set.
 ///
-/// Each is called once a task, block or tile, which costs nothing beside its work, and is a function of its own: the time that
+/// Each is called once per task, block or tile, which costs nothing beside its work. Each is a separate function, because the time that
 /// optimisation takes grows faster than the size of a function.
 ///
-/// Safety of each: the machine has the instruction set, and the rest is the contract of the kernel of the same name.
+/// Safety of each: the machine has the instruction set, and the contract of the kernel of the same name holds.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernels {
     /// How `p . v` takes keys.
     pub(crate) key_steps: KeySteps,
-    /// Products with codes where they lie, the preferred ones first.
+    /// Products with codes in place, the preferred ones first.
     pub(crate) code_phases: &'static [CodePhases],
-    /// Configures the thread's matrix unit, where products use one.
+    /// Configures the thread's matrix unit, if products use one.
     pub(crate) configure: unsafe fn() -> MatrixUnitGuard,
     pub(crate) pack_queries: unsafe fn(&TaskState<'_>),
     pub(crate) pack_keys: PackKeys,
@@ -142,9 +142,9 @@ pub(crate) struct Kernels {
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other targets have none"))]
 pub(crate) struct CodePhases {
-    /// Whether rows of a coder and a dimension can be multiplied.
+    /// Returns true if rows of a coder and a dimension can be multiplied.
     pub(crate) takes: fn(&Coder, usize) -> bool,
-    /// True where tasks may have any number of rows; else their sequences have few.
+    /// True if tasks may have any number of rows; otherwise their sequences have few.
     pub(crate) takes_any_rows: bool,
     pub(crate) set_queries: unsafe fn(&TaskState<'_>),
     pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),
@@ -154,7 +154,7 @@ pub(crate) struct CodePhases {
 /// How `p . v` takes keys.
 #[derive(Clone, Copy)]
 pub(crate) struct KeySteps {
-    /// Keys in an f32 of packed values: 2 where products are of pairs of bf16.
+    /// Keys in an f32 of packed values: 2 if products are of pairs of bf16.
     pub(crate) keys_per_f32: usize,
     /// Keys that a product takes at once: it runs over whole multiples, in which other keys have probability and value 0.
     pub(crate) step: usize,
@@ -175,7 +175,7 @@ pub(crate) struct Fold {
     pub(super) acc: MatMut,
     /// Running maxima and sums, in whole vectors of rows.
     pub(super) max_sum: RowMaxSum,
-    /// The block's unnormalised output, as many columns.
+    /// The block's unnormalised output, with the columns of `acc`.
     pub(super) values: Mat,
     /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows.
     pub(super) block: RowMaxSum,
@@ -209,7 +209,7 @@ pub(crate) struct TaskState<'a> {
     pub(super) block_k: usize,
     /// Query heads of a key/value head.
     pub(super) gqa_group: usize,
-    /// `q . k_mean` of each row, in units of the scores: the part that keys are stored without. Empty unless quantized.
+    /// `q . k_mean` of each row, in units of the scores: stored keys lack this part. Empty unless quantized.
     pub(super) mean_scores: *mut f32,
     /// Memory for decoded rows and integer operands. Empty unless keys or values are quantized.
     pub(super) codes: *mut f32,
@@ -234,11 +234,11 @@ pub(crate) struct RowState {
 /// How the keys or values of a task are read.
 #[derive(Clone, Copy)]
 pub(super) enum Path {
-    /// A block at a time is packed.
+    /// One block at a time is packed.
     Packed,
-    /// Elements, from where they lie.
+    /// Elements are read in place.
     Stream,
-    /// Codes, from where they lie.
+    /// Codes are read in place.
     Codes(CodePhases),
 }
 
@@ -263,7 +263,7 @@ pub(crate) struct Tile {
     pub(super) rows: Range<usize>,
     pub(super) block: usize,
     pub(super) columns: Range<usize>,
-    /// Whether every row sees every column as far as causality, window and length go.
+    /// True if causality, window and length let every row see every column.
     pub(super) full: bool,
     pub(super) mask: MaskTile,
 }

@@ -1,6 +1,6 @@
-//! `q . k` of few rows: each key is read once, from where it lies, and multiplied at once.
+//! `q . k` of few rows: each key is read once, in place, and multiplied at once.
 //!
-//! A score is the same chain of multiply-adds as in [`gemm`](super::gemm), so that it has the bits that a task of many rows computes.
+//! A score is the same chain of multiply-adds as in [`gemm`](super::gemm), so it has the bits that a task of many rows computes.
 
 #![allow(unsafe_code)]
 
@@ -15,20 +15,19 @@ pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;
 /// Packed queries and their scores.
 #[derive(Clone, Copy)]
 pub(crate) struct Scores {
-    /// At least [`MAX_ROWS`] rows, whatever those past `rows` hold.
+    /// At least [`MAX_ROWS`] rows; rows past `rows` may hold anything.
     pub(super) q: Mat,
     /// Scores from the first column on; as many rows as queries.
     pub(super) c: MatMut,
-    /// Rows that are asked for.
+    /// Number of rows that are asked for.
     pub(super) rows: usize,
 }
 
-/// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in as many whole vectors at a time as
-/// there are elements in an f32 of packed operands ([`MulAdd::PER_F32`]).
+/// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in whole vectors, [`MulAdd::PER_F32`] at a time.
 ///
 /// # Safety
-/// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have
-/// [`MAX_ROWS`] rows, whatever those past `s.rows` hold.
+/// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have [`MAX_ROWS`] rows; rows
+/// past `s.rows` may hold anything.
 #[inline(always)]
 pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
     src: HeadRows<'_>,
@@ -41,8 +40,8 @@ pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
         if S::REGISTERS == 32 {
             return row_group::<S, M, R, MAX_ROWS>(src, first, columns, s);
         }
-        // With half as many registers, groups of rows share them with the keys in turn. Each has its own loop over the keys: in one
-        // loop, compilers mix up the vectors of plain Rust.
+        // With half as many registers, groups of rows use them in turn. Each group has its own loop over the keys: in one loop, compilers
+        // mix up the vectors of plain Rust.
         for r in (0..s.rows).step_by(4) {
             let rows = (s.rows - r).min(4);
             let s = Scores { q: s.q.from(r, 0), c: s.c.from(r, 0), rows };
@@ -55,7 +54,7 @@ pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
     }
 }
 
-/// [`scores`] of rows whose sums fit the registers: of `N` rows, or as many as there are where `N` is [`MAX_ROWS`].
+/// [`scores`] of rows whose sums fit the registers: `N` rows, or `s.rows` rows if `N` is [`MAX_ROWS`].
 #[inline(always)]
 unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     src: HeadRows<'_>,
@@ -116,7 +115,7 @@ unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     }
 }
 
-/// Goes on with the chains of all rows over the steps of a head dimension that are no whole block of lines.
+/// Continues the chains of all rows over the last steps of the head dimension, which fill no block of lines.
 ///
 /// # Safety
 /// As [`scores`].
@@ -139,14 +138,14 @@ unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
     }
 }
 
-/// Goes on with the chains of `N` rows over all steps of some lines.
+/// Continues the chains of `N` rows over all steps of some lines.
 #[inline(always)]
 unsafe fn multiply<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     lines: &[S::V; LINES],
     q: Mat,
     acc: &mut [S::V; N],
 ) {
-    // Written out: as a loop, the lines would go through memory.
+    // The steps are written out: in a loop, the lines would go through memory.
     macro_rules! each {
         ($($c:literal)*) => {{ $(
             for i in 0..R::STEPS {

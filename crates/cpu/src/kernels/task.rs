@@ -2,9 +2,9 @@
 //!
 //! A task computes some query rows of one key/value head over some blocks of keys. For each block and each tile of rows that
 //! sees it, four phases follow each other: scores (`q . k`), probabilities (bias, mask and softmax numerator of the block),
-//! values (`p . v`), and the fold into the running state of the rows (online softmax), which rows of a single block do without. The
-//! phases are functions of an instruction set ([`Kernels`](super::state::Kernels)), called once a tile or block; everything here is
-//! compiled once, for any machine.
+//! values (`p . v`), and the fold into the running state of the rows (online softmax). Rows of a single block need no fold. The
+//! phases are functions of an instruction set ([`Kernels`](super::state::Kernels)), called once per tile or block; everything here
+//! is compiled once, for any machine.
 
 #![allow(unsafe_code)]
 
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// Destination of a tile's products with the values of a block.
 #[derive(Clone, Copy)]
 enum TileResult {
-    /// They are the result of its rows, which see no other block.
+    /// They are the result of the tile's rows, which see no other block.
     Rows,
     /// They are folded into the running state.
     State,
@@ -24,7 +24,7 @@ enum TileResult {
     Partials(usize),
 }
 
-/// Maxima and sums are padded to a multiple of as many rows: the lanes of the widest vector.
+/// Maxima and sums are padded to a multiple of this many rows, the lanes of the widest vector.
 const MAX_LANES: usize = 16;
 
 impl<'a> TaskState<'a> {
@@ -44,7 +44,7 @@ impl<'a> TaskState<'a> {
     /// Computes a tile in one block.
     ///
     /// # Safety
-    /// Queries are packed, and the block too unless the task reads it where it lies.
+    /// Queries are packed, and the block too unless the task reads it in place.
     unsafe fn attend(&self, tile: &Tile, result: TileResult) {
         // SAFETY: the caller's contract.
         unsafe {
@@ -67,7 +67,7 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Requests the mask of a tile, which is there once its scores are.
+    /// Prefetches the mask of a tile, which arrives while its scores are computed.
     fn prefetch_mask(&self, tile: &Tile) {
         let Some(table) = self.cx.mask.as_ref().filter(|_| tile.mask == MaskTile::Partial) else { return };
         let first = tile.block * self.block_k;
@@ -86,7 +86,7 @@ impl<'a> TaskState<'a> {
         // SAFETY: the regions hold task_rows rows, maxima and sums rounded up to whole vectors.
         unsafe {
             self.max_sum.clear(0..rows.next_multiple_of(MAX_LANES));
-            // Values of rows that have seen nothing are not read.
+            // Values of rows that have seen no key are not read.
             if let Some(index) = from {
                 self.cx.partials.load(index, self.acc.first(rows, self.stride), self.max_sum);
             }
@@ -154,7 +154,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
         work.pack_queries();
-        // A constant of a row's scores may be infinite, which a fold turns into a sum of 0 or NaN.
+        // The constant of a row's scores (`q . k_mean`) may be infinite, which a fold turns into a sum of 0 or NaN.
         let in_one_block = task.blocks.end == task.blocks.start + 1
             && task.from.is_none()
             && task.target == Target::Out
@@ -184,7 +184,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
                     }
                     continue;
                 };
-                // Only here is it known that some tile needs the block.
+                // The block is packed here: only now is it known that some tile needs it.
                 if !packed {
                     let columns = work.columns(&(0..count), block);
                     if work.k_path.is_packed() {
@@ -204,12 +204,12 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     }
 }
 
-/// Folds the partial results of a task that was cut into the state of its rows, in key order.
+/// Folds the partial results of a split task into the state of its rows, in key order.
 ///
 /// # Safety
 /// As [`task`], once every task of the level has run.
 pub(crate) unsafe fn reduce(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
-    // SAFETY: the caller's contract; the state and the partials of all blocks are there.
+    // SAFETY: the caller's contract; the state and the partials of all blocks are stored.
     unsafe {
         let work = TaskState::new(cx, task.rows, scratch);
         let tile_rows = cx.plan.tile_rows();

@@ -15,11 +15,11 @@ use flashtile_core::tensor::MaskRow;
 use std::ops::Range;
 
 impl TaskState<'_> {
-    /// `p . v` of a tile. Few rows convert values as they are loaded, if they come in whole vectors; else a few keys at a time
-    /// are packed and used while they are in the first-level cache.
+    /// `p . v` of a tile. Tasks of few rows convert values as they load them, if values come in whole vectors; otherwise they pack a few
+    /// keys at a time and use them while they are in the first-level cache.
     ///
     /// # Safety
-    /// The probabilities are there, and the block's values are packed unless the task reads them where they lie.
+    /// The probabilities are computed, and the block's values are packed unless the task reads them in place.
     pub(super) unsafe fn weighted_values(&self, tile: &Tile) {
         let columns = &self.kernels.key_steps.whole(&tile.columns);
         // SAFETY: the caller's contract; rows `columns` of the values exist.
@@ -30,15 +30,15 @@ impl TaskState<'_> {
                     (self.kernels.packed_values)(self, tile, columns, self.packed_v.from(row, 0).as_mat());
                 }
                 Path::Stream => (self.kernels.stream_values)(self, tile, columns),
-                // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
+                // Products with codes leave out keys of probability 0, whatever their values, so there is nothing to repair.
                 Path::Codes(phases) => return (phases.values)(self, tile),
             }
         }
-        // Keys of a cut step beyond the columns have probability 0, as hidden keys have.
+        // A step may go beyond the columns. Its keys there have probability 0, like hidden keys.
         let cut = *columns != tile.columns;
         let prunes = !self.tree_columns(tile).0.is_empty();
         if cut || !tile.full || prunes || tile.mask != MaskTile::Full {
-            // SAFETY: the values of the tile are there.
+            // SAFETY: the values of the tile are computed.
             unsafe { (self.kernels.repair_nonfinite)(self, tile) }
         }
     }
@@ -48,7 +48,7 @@ impl TaskState<'_> {
 /// `block_out`; later calls add to them.
 ///
 /// # Safety
-/// As [`Simd`]; the probabilities are there, and the values of the columns in whole steps ([`key_steps`]).
+/// As [`Simd`]; the probabilities are computed, and the values of the columns are packed in whole steps ([`key_steps`]).
 #[inline(always)]
 pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
@@ -88,21 +88,21 @@ pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
     unsafe { P::pack_values::<E>(work.value_elements(), first, rows.clone(), dst) }
 }
 
-/// As [`pack_values`], of quantized values.
+/// [`pack_values`] of quantized values.
 ///
 /// # Safety
-/// As there.
+/// As [`pack_values`].
 pub(crate) unsafe fn pack_value_codes(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: MatMut) {
     let v = work.value_codes();
     // SAFETY: the caller's contract.
     unsafe { codes::values(v, first, rows.clone(), dst) }
 }
 
-/// A hidden key has probability 0, and 0 times a NaN or infinite value is NaN. Recomputes rows that hide keys and came out
-/// non-finite over the keys that they see, in the same order.
+/// Recomputes rows that hide keys and came out non-finite, over the keys that they see, in the same order. A hidden key has probability 0,
+/// but 0 times a NaN or infinite value is NaN.
 ///
 /// # Safety
-/// As [`Simd`]; the tile's probabilities and values are there.
+/// As [`Simd`]; the tile's probabilities and values are computed.
 #[inline(always)]
 pub(crate) unsafe fn repair_nonfinite<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
     for r in 0..tile.rows.len() {

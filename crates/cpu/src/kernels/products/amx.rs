@@ -29,28 +29,29 @@ const KEYS: usize = 2 * TILE;
 /// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading dimensions in bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct TileOperands {
-    /// The first row of each row of tiles, of which there may be one.
+    /// The first row of each row of tiles; there may be only one.
     pub(crate) a: [*const u8; 2],
     pub(crate) lda: usize,
     pub(crate) b: *const u8,
     pub(crate) ldb: usize,
     pub(crate) c: *mut f32,
     pub(crate) ldc: usize,
-    /// Whether the sums go on from what `c` holds.
+    /// True if the sums continue from the contents of `c`.
     pub(crate) resume: bool,
 }
 
-/// Vectors of [`TILE`] lanes, and a matrix unit beside them.
+/// Vectors of [`TILE`] lanes, with a matrix unit.
 ///
 /// # Safety
-/// Of every method: as [`Simd`]. Between [`MatrixUnit::configure`] and [`MatrixUnit::release`] of a thread, no other configures it.
+/// For every method: as [`Simd`]. Between [`MatrixUnit::configure`] and [`MatrixUnit::release`] of a thread, nothing
+/// else configures its unit.
 pub(crate) trait MatrixUnit: PairLanes {
     /// Lets the thread use its matrix unit.
     unsafe fn configure();
-    /// Gives up the state of the matrix unit.
+    /// Releases the state of the matrix unit.
     unsafe fn release();
-    /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for each step: the
-    /// chain over the first elements of the step's pairs, plus that over the second.
+    /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for each step:
+    /// the chain over the first elements of the step's pairs, plus the chain over the second.
     ///
     /// # Safety
     /// - The unit is configured.
@@ -69,9 +70,9 @@ pub(crate) struct Amx;
 /// The sum of one vector of `p . v` in the order of [`MatrixUnit::product`].
 #[derive(Clone, Copy)]
 pub(crate) struct TileChain<V> {
-    /// Over whole steps.
+    /// The sum over whole steps.
     sum: V,
-    /// Over the first and over the second elements of the pairs of the step that is not whole yet.
+    /// The chains over the first and over the second elements of the pairs of the step that is not whole yet.
     halves: [V; 2],
 }
 
@@ -131,7 +132,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
         let whole_vectors = work.value_elements().tensor.shape()[3] == work.stride;
         // SAFETY: the caller's contract.
         unsafe {
-            // The unit takes values in pairs of keys, and interleaving them costs more than products of so few rows by vectors.
+            // The unit takes values in pairs of keys. For so few rows, interleaving them costs more than products by vectors.
             match tile.rows.len() {
                 1 if whole_vectors => few_values::<S, 1, 4>(work, tile, columns),
                 2 if whole_vectors => few_values::<S, 2, 4>(work, tile, columns),
@@ -189,7 +190,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
 /// [`Products::multiply`], two by two tiles at a time.
 ///
 /// # Safety
-/// As there; the memory of `A` and `C` has whole tiles of rows.
+/// As [`Products::multiply`]; the memory of `A` and `C` has whole tiles of rows.
 #[inline(always)]
 unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
     const { assert!(S::LANES == TILE) };
@@ -263,7 +264,7 @@ unsafe fn few_values<S: MatrixUnit, const N: usize, const C: usize>(
     }
 }
 
-/// Adds the products of `N` rows of probabilities and a step of values to `C` vectors of sums, which go on where they `resume`.
+/// Adds the products of `N` rows of probabilities and a step of values to `C` vectors of sums, which continue if they `resume`.
 ///
 /// # Safety
 /// As [`few_values`]; `values` are the rows of a step, read from `column` on.
@@ -303,8 +304,8 @@ unsafe fn few_columns<S: MatrixUnit, const N: usize, const C: usize>(
     }
 }
 
-/// Memory of a task of few rows, in f32: transposed queries `[depth][TILE]`; scores of [`KEYS`] keys `[KEYS][TILE]`; rows of keys that cannot
-/// be used where they lie, `[KEYS][depth]`.
+/// Memory of a task of few rows, in f32: transposed queries `[depth][TILE]`; scores of [`KEYS`] keys `[KEYS][TILE]`; rows of keys that
+/// cannot be used in place, `[KEYS][depth]`.
 #[derive(Clone, Copy)]
 struct StreamMemory {
     queries: *mut f32,
@@ -324,7 +325,7 @@ impl StreamMemory {
     /// Transposes the first [`TILE`] packed queries.
     ///
     /// # Safety
-    /// As [`Simd`]; the memory and the queries are there.
+    /// As [`Simd`]; the memory is valid, and the queries are packed.
     #[inline(always)]
     unsafe fn set_queries<S: Simd>(&self, q: Mat) {
         for d in (0..self.depth).step_by(LINES) {
@@ -342,8 +343,8 @@ impl StreamMemory {
         }
     }
 
-    /// Scores of at most [`TILE`] rows and keys `first + columns`, as [`Products::stream_scores`]: the product
-    /// has keys for rows and queries for columns, so that keys are loaded into tiles from where they lie.
+    /// Scores of at most [`TILE`] rows and keys `first + columns`, as [`Products::stream_scores`]: the product has keys for rows and
+    /// queries for columns, so that keys are loaded into tiles without a copy.
     ///
     /// # Safety
     /// As [`Products::stream_scores`], after [`StreamMemory::set_queries`].
@@ -375,8 +376,8 @@ impl StreamMemory {
                         }
                     }
                 }
-                // Nothing is prefetched while tiles are loaded from long runs, which the memory follows by itself: requests in one go would
-                // only delay it. It does not follow pages.
+                // Long runs are not prefetched while tiles are loaded from them: the memory follows them by itself, and a burst of requests
+                // would only delay it. It does not follow pages.
                 for (run, at) in runs.into_iter().zip(halves) {
                     if (TILE..KEYS).contains(&run.rows) {
                         let next = first + at + src.distance();

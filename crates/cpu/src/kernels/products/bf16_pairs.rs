@@ -21,9 +21,9 @@ use std::ops::Range;
 /// Vectors whose lanes hold pairs of bf16: the first of a pair in the lower half.
 ///
 /// # Safety
-/// Of every method: as [`Simd`].
+/// For every method: as [`Simd`].
 pub(crate) trait PairLanes: Simd {
-    /// `a.0 * b.0 + a.1 * b.1 + c` in each lane, in an order and with roundings that are the machine's.
+    /// `a.0 * b.0 + a.1 * b.1 + c` in each lane; the machine determines the order and the roundings.
     unsafe fn dot(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `2 * LANES` f32 rounded to bf16, as pairs in order.
     unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V;
@@ -190,7 +190,7 @@ unsafe fn interleave_row<S: PairLanes>(even: *const u16, odd: *const u16, len: u
 /// [`Products::exp_row`] to pairs of bf16: the pairs of two vectors of scores take the place of the first.
 ///
 /// # Safety
-/// As there.
+/// As [`Products::exp_row`].
 #[inline(always)]
 pub(super) unsafe fn exp_row_to_pairs<S: PairLanes>(
     row: *mut f32,
@@ -202,7 +202,7 @@ pub(super) unsafe fn exp_row_to_pairs<S: PairLanes>(
     unsafe {
         let mut sum = S::splat(0.0);
         let mut c = columns.start;
-        // Two roundings, as a score that bias or mask have changed is rounded before the shift.
+        // Scale and shift are two roundings, because a score that bias or mask have changed is rounded before the shift.
         let factor = S::splat(scale);
         while c < columns.end {
             let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), shift));

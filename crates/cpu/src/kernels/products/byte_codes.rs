@@ -13,10 +13,10 @@ use flashtile_core::codec::Coder;
 #[derive(Clone, Copy)]
 pub(crate) struct ByteScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
-    /// At least [`STREAM_ROWS`] rows, whatever those from `count` on hold.
+    /// At least [`STREAM_ROWS`] rows; rows from `count` on may hold anything.
     pub(crate) q: Mat,
     pub(crate) count: usize,
-    /// Scores, as many rows as queries.
+    /// Scores, with as many rows as queries.
     pub(crate) c: MatMut,
 }
 
@@ -24,16 +24,16 @@ pub(crate) struct ByteScores<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct ByteValues<'a> {
     pub(crate) values: CodeBlock<'a>,
-    /// Probabilities of whole groups; 0 for a value that the row does not see. They are replaced by their products with the scales.
+    /// Probabilities of whole groups; 0 for a value that the row does not see. The products with the scales replace them.
     pub(crate) probs: MatMut,
-    /// Sums, as many rows, of which `dim` columns are written.
+    /// Sums, with as many rows as `probs`; `dim` columns are written.
     pub(crate) c: MatMut,
 }
 
 /// Vectors with products of f32 and codes of one byte.
 ///
 /// # Safety
-/// Of every method: as [`Simd`], and the memory is as the job says.
+/// For every method: as [`Simd`], and the memory is as the job says.
 pub(crate) trait ByteLanes: Simd {
     /// Computes scores.
     unsafe fn byte_scores(job: &ByteScores<'_>);

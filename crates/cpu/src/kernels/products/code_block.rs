@@ -1,4 +1,4 @@
-//! Products with codes where they lie: what they are, and how they find the codes of a block.
+//! Products with codes in place: their operations, and how they find the codes of a block.
 
 #![allow(unsafe_code)]
 
@@ -7,20 +7,20 @@ use crate::kernels::state::{TaskState, Tile};
 use crate::simd::Simd;
 use flashtile_core::codec::{Coder, RowLayout};
 
-/// Products of a task with codes where they lie, on vectors of `S`. A tile has at most [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows.
+/// Products of a task with codes in place, on vectors of `S`. A tile has at most [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows.
 ///
 /// # Safety
 /// Contract of every unsafe method:
 ///
 /// - The machine has the instructions of `S` and of the products.
 /// - The task's queries are packed in f32. For [`CodeProducts::scores`], [`CodeProducts::set_queries`] was called after that; for
-///   [`CodeProducts::values`], the probabilities of the tile are there.
+/// [`CodeProducts::values`], the probabilities of the tile are computed.
 /// - The keys and values of the tile's columns exist.
 pub(crate) trait CodeProducts<S: Simd> {
-    /// True where a task may have any number of rows; else its sequence has at most as many as a tile.
+    /// True if a task may have any number of rows; otherwise its sequence has at most as many as a tile.
     const TAKES_ANY_ROWS: bool;
 
-    /// Whether rows of `dim` codes can be multiplied.
+    /// Returns true if rows of `dim` codes can be multiplied.
     fn takes(coder: &Coder, dim: usize) -> bool;
 
     /// Prepares the task's packed queries.
@@ -29,27 +29,27 @@ pub(crate) trait CodeProducts<S: Simd> {
     /// Scores of a tile, in whole groups of keys that cover its columns.
     unsafe fn scores(work: &TaskState<'_>, tile: &Tile);
 
-    /// `p . v` of a tile. The probabilities are used up.
+    /// `p . v` of a tile. The probabilities are unspecified afterwards.
     unsafe fn values(work: &TaskState<'_>, tile: &Tile);
 }
 
-/// Rows of a group: their scales fill a register.
+/// Number of rows in a group, whose scales fill a register.
 pub(crate) const GROUP: usize = 16;
 
-/// Most keys of a [`CodeBlock`].
+/// Upper bound of the keys of a [`CodeBlock`].
 pub(crate) const CODE_KEYS: usize = 256;
 
-// The plan's scratch memory is for blocks of as many keys.
+// The plan's scratch memory is for blocks of this many keys.
 const _: () = assert!(CODE_KEYS == crate::plan::BLOCK_K);
 
-/// Most groups of a block.
+/// Upper bound of the groups of a block.
 const GROUPS: usize = CODE_KEYS / GROUP;
 
-/// Where [`GROUP`] rows of codes lie: the first row in each plane, and the first scale. Rows follow one another without a gap.
+/// The addresses of [`GROUP`] rows of codes: the first row in each plane, and the first scale. Rows follow one another without a gap.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeGroup {
     pub(crate) lower: *const u8,
-    /// Anything where the format has one plane.
+    /// Any address if the format has one plane.
     pub(crate) upper: *const u8,
     pub(crate) scales: *const u8,
 }
@@ -60,18 +60,18 @@ impl CodeGroup {
 
 /// Codes of some keys or values.
 ///
-/// - Groups are whole: the codes in both planes and the scales of all [`GROUP`] rows can be read, also where the block ends before, because
-///   a group lies in one page or is a copy in the task's memory ([`BlockGroups::new`]).
+/// - Groups are whole: the codes in both planes and the scales of all [`GROUP`] rows can be read, even if the block ends earlier, because
+/// a group lies in one page or is a copy in the task's memory ([`BlockGroups::new`]).
 /// - Rows that no query sees, at either end, hold anything.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a RowLayout,
-    /// The level of each code; `None` where a code is a byte that is its own level.
+    /// The level of each code; `None` if a code is a byte that is its own level.
     pub(crate) levels: Option<&'a [i8; 64]>,
-    /// Whether codes are e4m3 (fp8).
+    /// True if codes are e4m3 (fp8).
     pub(crate) is_fp8: bool,
     pub(crate) groups: &'a [CodeGroup],
-    /// As many groups that are likely to be read next, for prefetches. They need not exist.
+    /// As many groups, which are likely to be read next, for prefetches. They need not exist.
     pub(crate) next: &'a [CodeGroup],
 }
 
@@ -119,7 +119,7 @@ impl BlockGroups {
 }
 
 impl CodeRows<'_> {
-    /// Where the groups of rows from `j` on begin. `elsewhere(n, j)` is called for a group `n` whose rows, from `j` on, do not lie in one page.
+    /// Finds the groups of rows from `j` on. `elsewhere(n, j)` gives a group `n` whose rows, from `j` on, do not lie in one page.
     fn groups(
         &self,
         j: usize,
@@ -135,7 +135,7 @@ impl CodeRows<'_> {
         };
         let (mut block, mut row) = (j / self.page_rows, j % self.page_rows);
         let mut page = self.page(block).as_ptr();
-        // Mostly all are in one page, and a loop without branches finds them.
+        // Usually all are in one page, and a loop without branches finds them.
         if row + GROUP * groups.len() <= self.page_rows {
             for (n, group) in groups.iter_mut().enumerate() {
                 *group = starts(page, row + GROUP * n);

@@ -1,4 +1,4 @@
-//! Products in f32: elements are converted as they are packed or loaded, and multiplied by fused multiply-adds where the machine has them.
+//! Products in f32: elements are converted as they are packed or loaded, and multiplied by fused multiply-adds if the machine has them.
 
 #![allow(unsafe_code)]
 
@@ -20,7 +20,7 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub(crate) struct F32;
 
-/// Runs of values that are multiplied at once. More of them take several products, which go on with the same sums.
+/// Number of runs of values that are multiplied at once. More runs take several products, which continue the same sums.
 const MAX_RUNS: usize = 16;
 
 impl<S: Simd> MulAdd<S> for F32 {
@@ -32,7 +32,7 @@ impl<S: Simd> MulAdd<S> for F32 {
     }
     #[inline(always)]
     unsafe fn measured_step(chain: S::V, a: S::V, b: S::V) -> S::V {
-        // The chain is a factor: an addend would leave `a * b` to be hoisted where the multiplication is an operation of its own.
+        // The chain is a factor: with an addend, `a * b` could be hoisted on machines where the multiplication is a separate operation.
         // SAFETY: the caller's contract.
         unsafe { S::fma(chain, a, b) }
     }
@@ -142,10 +142,10 @@ impl<S: Simd> Products<S> for F32 {
     }
 }
 
-/// Adds `p . v` over some columns of the tile, of which the first start the sums.
+/// Adds `p . v` over some columns of the tile. The tile's first columns start the sums.
 ///
 /// # Safety
-/// As [`Simd`]; the probabilities are there, and `rows` are the values of the columns, in whole vectors.
+/// As [`Simd`]; the probabilities are computed, and `rows` are the values of the columns, in whole vectors.
 #[inline(always)]
 unsafe fn accumulate<S: Simd, E: Elem>(
     work: &TaskState<'_>,
@@ -153,8 +153,8 @@ unsafe fn accumulate<S: Simd, E: Elem>(
     columns: Range<usize>,
     rows: Stream<'_, E>,
 ) {
-    // More rows than a register tile has share the conversion of their values two vectors at a time; the tile has room for the last
-    // group of eight.
+    // If a register tile has fewer rows, all rows share the conversion of their values, two vectors at a time. The tile has room
+    // for the last group of eight.
     let (rows_of_tile, vectors) = match tile.rows.len() {
         n if n > S::ROWS && S::REGISTERS == 32 => (n.next_multiple_of(8), 2),
         n => (n, S::VECTORS),

@@ -6,7 +6,7 @@
 //! | [`Bf16Pairs`](bf16_pairs::Bf16Pairs) | pairs of bf16 along the depth | [`PairLanes`](bf16_pairs::PairLanes) |
 //! | [`Amx`](amx::Amx) | 16 x 16 tiles of pairs of bf16 | [`MatrixUnit`](amx::MatrixUnit) |
 //!
-//! Tasks of few rows multiply codes where they lie, if the instruction set can; other codes are decoded to f32 first:
+//! Tasks of few rows multiply codes in place, if the instruction set can; other codes are decoded to f32 first:
 //!
 //! | type | operands | vectors |
 //! |---|---|---|
@@ -48,21 +48,21 @@ use std::ops::Range;
 pub(crate) trait Products<S: Simd>: 'static {
     /// Elements of the depth in each f32 of packed operands.
     const PER_F32: usize;
-    /// f32 of a packed row of queries or keys: a multiple of this, filled up with zeros.
+    /// A packed row of queries or keys is filled up with zeros to a multiple of this many f32.
     const DEPTH_STEP: usize;
     /// Keys that `p . v` takes at once: it runs over whole multiples, in which other keys have probability and value 0.
     const KEY_STEP: usize;
-    /// True where packed queries have the scale, so that [`Products::scale_of_scores`] is 1.
+    /// True if packed queries have the scale, so that [`Products::scale_of_scores`] is 1.
     const SCALES_QUERIES: bool;
     /// Multiply-adds of a round of [`Products::peak_loop`].
     const PEAK_ROUND: usize;
     /// The sum of one vector of `p . v`, key after key.
     type Chain: Copy;
 
-    /// Configures what products need of this thread.
+    /// Configures this thread for the products.
     unsafe fn configure() -> MatrixUnitGuard;
 
-    /// What scores are multiplied by after the product, of the `scale` of [`Products::pack_query`]: 1 where packed queries have it.
+    /// The factor of scores after the product, for the `scale` of [`Products::pack_query`]: 1 if packed queries have it.
     fn scale_of_scores(scale: f32) -> f32;
 
     /// Packs a row `src` of `head_dim` elements to `dst`, times `scale` unless [`Products::scale_of_scores`] leaves it to the scores.
@@ -76,7 +76,7 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// has the same bits in products of any shape.
     unsafe fn multiply(operands: Operands<Mat>);
 
-    /// Scores of few rows with the keys `first + columns`, read from where they lie; `memory` was prepared for the queries of `scores`.
+    /// Scores of few rows with the keys `first + columns`, read in place; `memory` was prepared for the queries of `scores`.
     unsafe fn stream_scores<R: Rows>(
         keys: HeadRows<'_>,
         first: usize,
@@ -85,15 +85,15 @@ pub(crate) trait Products<S: Simd>: 'static {
         memory: *mut f32,
     );
 
-    /// `p . v` of a tile of few rows with the values `columns`, elements of `E`, read from where they lie. `columns` are whole key steps.
+    /// `p . v` of a tile of few rows with the values `columns`, elements of `E`, read in place. `columns` are whole key steps.
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
 
     /// Packs the values `first + rows`, elements of `E`, to rows of `dst` as [`Products::multiply`] takes them, in whole key steps.
     unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut);
 
     /// Replaces the scores of a row in whole vectors `columns`, of [`Products::PER_F32`] at a time, by `2^(scale * score + shift)` as
-    /// [`Products::multiply`] takes them. `scale` is [`Products::scale_of_scores`], or 1 where the scores have it already. Returns the sum
-    /// lane by lane.
+    /// [`Products::multiply`] takes them. `scale` is [`Products::scale_of_scores`], or 1 if the scores have it already.
+    /// Returns the sum lane by lane.
     unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, shift: S::V) -> S::V;
 
     /// A sum of no keys.
@@ -130,11 +130,11 @@ fn steps(range: &Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
     (start / step..end.div_ceil(step)).map(move |n| start.max(n * step)..end.min((n + 1) * step))
 }
 
-/// [`Products::stream_values`] of values that products cannot take where they lie: a few keys at a time are packed, and multiplied while they are
+/// [`Products::stream_values`] of values that products cannot take in place: a few keys at a time are packed, and multiplied while they are
 /// in the first-level cache.
 ///
 /// # Safety
-/// As there.
+/// As [`Products::stream_values`].
 #[inline(always)]
 unsafe fn pack_few_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
@@ -144,7 +144,7 @@ unsafe fn pack_few_values<S: Simd, P: Products<S>>(
     let first = tile.block * work.block_k;
     for keys in steps(columns, keys_at_once::<S, P>(&work.value_elements())) {
         let seen = keys.start.max(tile.columns.start)..keys.end.min(tile.columns.end);
-        // SAFETY: the caller's contract; a task that packs no whole block has its memory free.
+        // SAFETY: the caller's contract; the memory of a packed block is free in a task that packs no whole block.
         unsafe {
             (work.kernels.pack_values)(work, first, &seen, work.packed_v);
             (work.kernels.packed_values)(work, tile, &keys, work.packed_v.as_mat());

@@ -1,5 +1,5 @@
-//! Products with codes in integers: queries and probabilities become integers of 16 bits in two halves of 8, so that products with levels and
-//! their sums are exact.
+//! Products with codes as integers: queries and probabilities become integers of 16 bits, in two halves of 8 bits, so that products with
+//! levels and their sums are exact.
 
 #![allow(unsafe_code)]
 
@@ -18,8 +18,8 @@ const MIN_MAGNITUDE: f32 = 1e-30;
 
 /// Queries, integers of 16 bits, times codes of keys.
 ///
-/// Kernels take queries a few at a time and do not stop at `count`: every `[rows]` here, scores too, is memory for [`STREAM_ROWS`] rows, of
-/// which those from `count` on hold anything before and after.
+/// Kernels take a few queries at a time and do not stop at `count`: every `[rows]` here, scores too, is memory for [`STREAM_ROWS`] rows.
+/// Rows from `count` on may hold anything before and after.
 #[derive(Clone, Copy)]
 pub(crate) struct IntegerScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
@@ -36,7 +36,7 @@ pub(crate) struct IntegerScores<'a> {
 
 /// Probabilities, which become integers of 16 bits, times codes of values.
 ///
-/// As of [`IntegerScores`], integers, factors and sums are memory for [`STREAM_ROWS`] rows. `probs` has the rows that are asked for.
+/// As in [`IntegerScores`], integers, factors and sums are memory for [`STREAM_ROWS`] rows. `probs` has only the rows that are asked for.
 #[derive(Clone, Copy)]
 pub(crate) struct IntegerValues<'a> {
     pub(crate) values: CodeBlock<'a>,
@@ -46,14 +46,14 @@ pub(crate) struct IntegerValues<'a> {
     pub(crate) integers: *mut u8,
     /// Memory `[rows]` for factors from integer sums to `p . v`.
     pub(crate) p_factors: *mut f32,
-    /// Sums `[rows]`, of which `dim` columns are written.
+    /// Sums `[rows]`; `dim` columns are written.
     pub(crate) c: MatMut,
 }
 
 /// Vectors with products of integers and codes.
 ///
 /// # Safety
-/// Of every method: as [`Simd`], and the memory is as the job says.
+/// For every method: as [`Simd`], and the memory is as the job says.
 pub(crate) trait IntegerLanes: Simd {
     /// Computes scores.
     unsafe fn integer_scores(job: &IntegerScores<'_>);
@@ -66,7 +66,7 @@ pub(crate) trait IntegerLanes: Simd {
 pub(crate) struct Vnni;
 
 impl<S: IntegerLanes> CodeProducts<S> for Vnni {
-    // Integers are multiplied so fast that finding levels again for each tile costs less than decoding them once.
+    // Integers are multiplied so fast that looking up levels again for each tile costs less than decoding them once.
     const TAKES_ANY_ROWS: bool = true;
 
     fn takes(coder: &Coder, dim: usize) -> bool {
@@ -109,8 +109,8 @@ impl<S: IntegerLanes> CodeProducts<S> for Vnni {
     }
 }
 
-/// What [`IntegerScores`] and [`IntegerValues`] read, in the task's memory for codes: queries of the whole task, which has whole tiles of
-/// [`STREAM_ROWS`] rows, and probabilities of one tile.
+/// The operands that [`IntegerScores`] and [`IntegerValues`] read, in the task's memory for codes: queries of the whole task, which has
+/// whole tiles of [`STREAM_ROWS`] rows, and probabilities of one tile.
 #[derive(Clone, Copy)]
 struct IntegerOperands {
     q: *mut i8,
@@ -131,7 +131,7 @@ impl IntegerOperands {
         Self { q, q_factors, start, p_factors, p }
     }
 
-    /// Makes integers of the packed queries.
+    /// Converts the packed queries to integers.
     ///
     /// # Safety
     /// The queries of the task are packed in f32.
@@ -142,7 +142,7 @@ impl IntegerOperands {
             unsafe {
                 let row = std::slice::from_raw_parts(work.packed_q.add(r * dim), dim);
                 let max = codec::greatest(row);
-                // A query that is not finite reaches its scores by the factor.
+                // A query that is not finite makes its scores NaN by the factor.
                 let finite = max.is_finite();
                 let inverse = if finite && max > MIN_MAGNITUDE { Q_ONE / max } else { 0.0 };
                 let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
