@@ -1,7 +1,6 @@
 //! The matrix unit: products of 16 x 16 tiles of f32 over pairs of bf16.
 //!
-//! Written as assembly, one block for each product: the toolchain has no stable intrinsics for tiles, and their registers
-//! are known to nothing else.
+//! Each product is one block of assembly, because the toolchain has no stable intrinsics for tiles and nothing else knows their registers.
 
 #![allow(unsafe_code)]
 
@@ -43,7 +42,7 @@ macro_rules! product_block {
             "dec {steps}",
             "jnz 2b",
             $store,
-            // Where a shape has one row of tiles, nothing else names these.
+            // If a shape has one row of tiles, nothing else names these.
             "# {a1} {c1}",
             resume = in(reg) usize::from($t.resume),
             a = inout(reg) $t.a[0] => _,
@@ -63,8 +62,7 @@ macro_rules! product_block {
     };
 }
 
-// SAFETY of every block below: the trait's contract gives the matrix unit and the memory; the configuration is one that every such
-// processor has.
+// SAFETY of every block below: the trait's contract gives the matrix unit and the memory; every such processor supports the configuration.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl MatrixUnit for Avx512 {
     #[inline(always)]

@@ -131,7 +131,7 @@ impl Simd for Avx2 {
             let bits = _mm256_castps_si256(v);
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-            // A NaN keeps its upper half, made quiet: rounding could carry it into an infinity.
+            // A NaN keeps its upper half, made quiet, because rounding could carry it into an infinity.
             let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
             let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
             let high = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
@@ -146,8 +146,8 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         unsafe {
-            // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
-            // a function without the instruction set.
+            // Pairs of rows are transposed first, then quads of rows inside 128-bit lanes, then the lanes themselves. These are plain loops
+            // because a closure would be a function without the instruction set.
             let mut pairs = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
                 let (x, y) = (E::load::<Self>(rows[2 * i]), E::load::<Self>(rows[2 * i + 1]));

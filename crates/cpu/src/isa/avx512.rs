@@ -9,7 +9,7 @@ use crate::kernels::products::byte_codes::{ByteLanes, ByteScores, ByteValues};
 use crate::kernels::products::vnni::{IntegerLanes, IntegerScores, IntegerValues};
 use std::arch::x86_64::*;
 
-/// Vectors of 512 bits. Pairs of bf16 in them need AVX-512 BF16 besides.
+/// Vectors of 512 bits. Pairs of bf16 in them also need AVX-512 BF16.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
@@ -126,7 +126,7 @@ impl Simd for Avx512 {
             let bits = _mm512_castps_si512(v);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-            // A NaN keeps its upper half, made quiet: rounding could carry it into an infinity.
+            // A NaN keeps its upper half, made quiet, because rounding could carry it into an infinity.
             let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
             let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
@@ -140,9 +140,8 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         unsafe {
-            // Two rows to a register, four rows apart: loads put them there, not shuffles. Then pairs and quads of rows
-            // inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be a function without the
-            // instruction set.
+            // Loads, not shuffles, put two rows into a register, four rows apart. Pairs and quads of rows inside 128-bit lanes follow, then
+            // the lanes themselves. These are plain loops because a closure would be a function without the instruction set.
             let zero = _mm512_setzero_ps();
             let mut halves = [zero; 8];
             for g in 0..2 {
@@ -208,8 +207,8 @@ fn bf16_pairs(v: __m512) -> __m512bh {
     unsafe { std::mem::transmute(v) }
 }
 
-// SAFETY of every block below: the trait's contract gives the instruction set, except VNNI and VBMI, which `Isa::Avx512Vnni` has, and the
-// memory.
+// SAFETY of every block below: the trait's contract gives the memory and the instruction set, except VNNI and VBMI,
+// which `Isa::Avx512Vnni` has.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl IntegerLanes for Avx512 {
     #[inline(always)]
@@ -254,12 +253,12 @@ pub(super) mod f32_products {
     crate::isa::entry::code_entries!(byte_phases, Avx512, ByteCodes, "avx512f,avx512bw,avx512dq,avx512vl");
     crate::isa::entry::code_entries!(integer_phases, Avx512, Vnni, "avx512f,avx512bw,avx512dq,avx512vl");
 
-    /// The kernels of elements, and products with codes of one byte where they lie.
+    /// The kernels of elements, and products with codes of one byte in place.
     pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
         Kernels { code_phases: &[byte_phases::PHASES], ..elements::kernels(k, v) }
     }
 
-    /// [`kernels`], and products with codes in integers.
+    /// [`kernels`], and products with codes as integers.
     pub(in crate::isa) fn vnni_kernels(k: Storage, v: Storage) -> Kernels {
         Kernels { code_phases: &[integer_phases::PHASES, byte_phases::PHASES], ..elements::kernels(k, v) }
     }

@@ -1,9 +1,9 @@
-//! Products of f32 rows with codes of one byte, read where they lie: e4m3 (fp8), and 8-bit integers whose head dimension is not a multiple
-//! of what VNNI takes.
+//! Products of f32 rows with codes of one byte, read in place: e4m3 (fp8), and 8-bit integers whose head dimension is
+//! not a multiple of VNNI's step.
 //!
-//! The bits of an e4m3 code, with its sign at bit 31 and its exponent and mantissa from bit 20 on, are an f32 that is 2^-120 times the value of
-//! the code, so that one multiplication dequantizes it, subnormals included. The two NaN codes would come out finite: kernels keep the largest
-//! magnitude of the codes that they read, and write NaN to the results that a NaN code belongs to.
+//! The bits of an e4m3 code, with its sign at bit 31 and its exponent and mantissa from bit 20 on, are an f32 that is 2^-120 times the
+//! value of the code, so that one multiplication dequantizes it, subnormals included. The two NaN codes would come out finite: kernels keep
+//! the largest magnitude of the codes that they read, and write NaN to the results that a NaN code belongs to.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +13,7 @@ use crate::kernels::products::code_block::GROUP;
 use flashtile_core::codec::{FP8_SCALE_UNIT, SCALE_UNIT};
 use std::arch::x86_64::*;
 
-/// What the exponent of an f32 lacks where the bits of an e4m3 code are in place, as a factor: 2^120.
+/// The factor from an f32 that has the bits of an e4m3 code in place to the value of the code: 2^120.
 const E4M3_FACTOR: f32 = f32::from_bits((127 + 127 - 7) << 23);
 
 /// Bits of an f32 that sign, exponent and mantissa of an e4m3 code take.
@@ -64,7 +64,7 @@ unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
     let unit = if E4M3 { FP8_SCALE_UNIT } else { SCALE_UNIT };
     // SAFETY: the caller has 16 scales of two bytes and the instruction set.
     unsafe {
-        // A scale has no sign.
+        // The sign bit of a scale is ignored.
         let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
         _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / unit))
     }
@@ -93,7 +93,7 @@ unsafe fn scores_of<const E4M3: bool>(job: &ByteScores<'_>) {
     }
 }
 
-/// Scores of `N` rows: two groups of keys at a time where the sums of both fit the registers.
+/// Scores of `N` rows: two groups of keys at a time if the sums of both fit the registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn scores_of_rows<const E4M3: bool, const N: usize>(job: &ByteScores<'_>, row: usize) {
     let groups = job.keys.groups.len();
@@ -119,7 +119,7 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
 ) {
     let dim = job.keys.format.dim();
     let keys = &job.keys.groups[group..group + G];
-    // The first rows prefetch for all.
+    // The first rows prefetch for all rows.
     let next = &(if row == 0 { job.keys.next } else { job.keys.groups })[group..group + G];
     // SAFETY: as [`scores`].
     unsafe {
@@ -236,7 +236,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
 ) {
     let values = &job.values;
     let dim = values.format.dim();
-    // The first rows prefetch for all.
+    // The first rows prefetch for all rows.
     let next = if row == 0 { values.next } else { values.groups };
     // SAFETY: as [`values`].
     unsafe {
@@ -280,7 +280,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
     }
 }
 
-/// Writes NaN to the sums of `rows` and `columns` that add up a NaN code.
+/// Writes NaN to the sums of `rows` and `columns` that include a NaN code.
 #[cold]
 unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) {
     let dim = job.values.format.dim();
@@ -380,7 +380,7 @@ mod tests {
 
         let q: Vec<f32> = (0..STREAM_ROWS * dim).map(|_| rng.normal()).collect();
         let mut c = vec![f32::NAN; STREAM_ROWS * rows];
-        // SAFETY: the machine has the instruction set; groups, queries and scores are there.
+        // SAFETY: the machine has the instruction set; groups, queries and scores have the sizes that the job says.
         unsafe {
             let q = Mat::new(q.as_ptr(), dim, STREAM_ROWS, dim);
             let c = MatMut::new(c.as_mut_ptr(), rows, STREAM_ROWS, rows);

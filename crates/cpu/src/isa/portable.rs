@@ -13,8 +13,8 @@ pub(crate) struct Array<const N: usize>;
 
 pub(crate) type Portable = Array<4>;
 
-/// An array of `f(0)`, `f(1)` and so on. A plain loop: `std::array::from_fn` is a call for each element where units of code are
-/// not optimised together.
+/// An array of `f(0)`, `f(1)` and so on. It is a plain loop because `std::array::from_fn` is a call for each element if codegen units
+/// are not optimised together.
 #[inline(always)]
 fn from_fn<T: Copy + Default, const N: usize>(f: impl Fn(usize) -> T) -> [T; N] {
     let mut all = [T::default(); N];
@@ -34,8 +34,8 @@ fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) ->
     from_fn(|i| f(a[i], b[i]))
 }
 
-// The compiler's own measure of inlining in unit tests, which compute with arrays of 16 lanes: written out, their kernels
-// take minutes to compile.
+// In unit tests, the compiler decides about inlining: they compute with arrays of 16 lanes, whose kernels take minutes to compile
+// if every call is inlined.
 impl<const N: usize> Simd for Array<N> {
     const LANES: usize = N;
     const REGISTERS: usize = 16;
@@ -108,8 +108,7 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn round(a: Self::V) -> Self::V {
-        // Adding and subtracting 1.5 * 2^23 leaves the nearest integer for |x| < 2^22, which is
-        // where `scale2` uses it;
+        // Adding and subtracting 1.5 * 2^23 leaves the nearest integer for |x| < 2^22, which is where `scale2` uses it;
         // `f32::round_ties_even` is a library call without SSE4.1.
         const MAGIC: f32 = 12_582_912.0;
         map(a, |a| (a + MAGIC) - MAGIC)
@@ -150,7 +149,8 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bf16(p: *const u16) -> Self::V {
-        // Read one by one, so that vectors are made: an array read whole is a number to the compiler, which is taken apart by shifts.
+        // Elements are read one by one, so that the compiler makes vectors: it treats an array that is read whole as one
+        // integer, and splits it by shifts.
         // SAFETY: the caller's contract.
         from_fn(|i| f32::from_bits(u32::from(unsafe { p.add(i).read() }) << 16))
     }
@@ -176,7 +176,7 @@ impl<const N: usize> Simd for Array<N> {
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         let mut lines = [[0.0; N]; LINES];
         if !E::IS_F32 && N <= LINES {
-            // Whole vectors: their conversion is one of registers.
+            // Whole vectors are loaded, so that their conversion is one of registers.
             for r in 0..N {
                 for c in (0..LINES).step_by(N) {
                     // SAFETY: the caller's contract: N rows of LINES elements.
@@ -189,11 +189,11 @@ impl<const N: usize> Simd for Array<N> {
             return lines;
         }
         for r in 0..N {
-            // Room for whole vectors: the row itself may end after the lines.
+            // The buffer has room for whole vectors: the row itself may end after the lines.
             let mut row = [E::ZERO; 16];
             // SAFETY: the caller's contract: N rows of LINES elements.
             unsafe {
-                // As bytes: pairs of bf16 that stand in for f32 are aligned as bf16.
+                // The copy is of bytes because pairs of bf16 that stand in for f32 are aligned as bf16.
                 let (from, to) = (rows[r].cast::<u8>(), row.as_mut_ptr().cast::<u8>());
                 std::ptr::copy_nonoverlapping(from, to, LINES * size_of::<E>());
                 for c in 0..LINES {
@@ -205,7 +205,7 @@ impl<const N: usize> Simd for Array<N> {
     }
 }
 
-/// The instruction set whose register tile arrays of `n` lanes take.
+/// The instruction set whose register tile arrays of `n` lanes use.
 const fn isa_of_lanes(n: usize) -> Isa {
     if n == 16 { Isa::Avx512Bf16 } else { Isa::Portable }
 }
@@ -262,7 +262,7 @@ mod emulated {
                                 let a = t.a[r / TILE].add(r % TILE * t.lda).cast::<u32>().add(k);
                                 let b = t.b.add(k * t.ldb).cast::<u32>().add(n);
                                 let (a, b) = (halves(a.read_unaligned()), halves(b.read_unaligned()));
-                                // Exact products: one rounding, as fused.
+                                // Products are exact, so there is one rounding, as in a fused multiply-add.
                                 sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];
                             }
                             total += sums[0] + sums[1];

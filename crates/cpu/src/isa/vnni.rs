@@ -1,7 +1,7 @@
-//! Products with codes by VNNI; codes become levels, signed bytes, by the table look-ups of VBMI.
+//! Products with codes by VNNI. Codes become levels, which are signed bytes, by the table look-ups of VBMI.
 //!
-//! `vpdpbusd` adds the products of the four bytes of a lane. With keys, a lane is one key and its bytes are four coordinates of it; with values,
-//! a lane is one coordinate and its bytes are four values.
+//! `vpdpbusd` adds the products of the four bytes of a lane. With keys, a lane is one key and its bytes are four coordinates of it; with
+//! values, a lane is one coordinate and its bytes are four values.
 
 #![allow(unsafe_code)]
 
@@ -14,10 +14,10 @@ use std::arch::x86_64::*;
 /// Coordinates of a block of planes.
 const BLOCK: usize = 128;
 
-/// The second-level cache: a block of keys and one of values, which alternate, are larger than the first.
+/// Prefetches go to the second-level cache: a block of keys and one of values, which alternate, are larger than the first-level cache.
 const HINT: i32 = _MM_HINT_T1;
 
-/// The integer of a row's largest probability times scale.
+/// The integer of a row's largest product of probability and scale.
 const P_ONE: f32 = 65535.0;
 
 /// The truth table of `c ? a : b`, bit by bit.
@@ -38,7 +38,7 @@ macro_rules! with_planes {
     }};
 }
 
-/// Bytes from one half of a row's integers to the other: of a query, and of its probabilities.
+/// Bytes from one half of a row's integers to the other: for a query, and for its probabilities.
 const Q_HALF: usize = MAX_HEAD_DIM;
 const P_HALF: usize = CODE_KEYS;
 
@@ -47,7 +47,7 @@ macro_rules! each {
     ($n:ident in [$($value:literal)*] $body:block) => {{ $({ const $n: usize = $value; $body })* }};
 }
 
-/// The level of each of 64 indices. Codes of fewer bits repeat theirs, so that the bits above them do not matter.
+/// The level of each of 64 indices. Codes of fewer bits repeat their levels, so that the bits above them do not matter.
 #[inline(always)]
 unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
     // SAFETY: 64 bytes.
@@ -70,14 +70,14 @@ unsafe fn index_table<T, const N: usize>(table: &'static [T; N]) -> __m512i {
 unsafe fn factors(scales: *const u8) -> __m512 {
     // SAFETY: the caller has 16 scales of two bytes and the instruction set.
     unsafe {
-        // A scale has no sign.
+        // The sign bit of a scale is ignored.
         let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
         _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / SCALE_UNIT))
     }
 }
 
-/// Bytes `at..at + BYTES`, 16 or 8, of 16 rows that are `stride` bytes apart: register `c` has bytes `4 c..4 c + 4` of each row, zeros past the
-/// end.
+/// Bytes `at..at + BYTES`, 16 or 8, of 16 rows that are `stride` bytes apart: register `c` has bytes `4 c..4 c + 4` of
+/// each row, zeros past the end.
 #[inline(always)]
 pub(super) unsafe fn transpose<const BYTES: usize>(
     rows: *const u8,
@@ -107,7 +107,8 @@ pub(super) unsafe fn transpose<const BYTES: usize>(
     }
 }
 
-/// The permutation that takes columns of four bytes, from `first` on, of all rows of `width` bytes in two registers: as many columns as fill one.
+/// The permutation that takes columns of four bytes, from column `first` on, of all rows of `width` bytes in two registers. It takes as
+/// many columns as fill one register.
 const fn column_table(width: usize, first: usize) -> [i32; 16] {
     let (columns, rows) = (width / 4, 128 / width);
     let mut table = [0; 16];
@@ -161,9 +162,9 @@ unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) 
     }
 }
 
-/// The bits of the second plane of part `part` where indices have them, from bytes in which the bits of part 0 are `shift` bits up.
+/// The second plane's bits of part `part`, moved to where indices have them, from bytes in which the bits of part 0 are `shift` bits up.
 ///
-/// Shifts, not rotations: they take an execution port that products leave free.
+/// Shifts are used, not rotations, because they take an execution port that products leave free.
 #[inline(always)]
 unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize) -> __m512i {
     // SAFETY: the caller has the instruction set.
@@ -177,7 +178,7 @@ unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize
     }
 }
 
-/// Indices of part `part` of bytes of the first plane, completed by `above`, bits of the second that are in place.
+/// Indices of part `part` of bytes of the first plane, completed by `above`, the bits of the second plane, which are in place.
 #[inline(always)]
 unsafe fn indices<const LOW: usize, const HIGH: usize>(
     bytes: __m512i,
@@ -219,7 +220,7 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &IntegerScores<'_>
     }
 }
 
-/// Scores of `N` rows: two groups of keys at a time where the sums of both fit the registers.
+/// Scores of `N` rows: two groups of keys at a time if the sums of both fit the registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     job: &IntegerScores<'_>,
@@ -248,11 +249,11 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
 ) {
     let keys = &job.keys;
     let dim = keys.format.dim();
-    // The first rows prefetch for all.
+    // The first rows prefetch for all rows.
     let next = if row == 0 { keys.next } else { keys.groups };
     // SAFETY: as [`scores`].
     unsafe {
-        // The product takes unsigned levels, which are 128 more: the sums start with -128 times the sum of the query.
+        // The product takes unsigned bytes, so 128 is added to the levels, and the sums start with -128 times the sum of the query.
         let table = _mm512_xor_si512(table(keys.levels), _mm512_set1_epi8(-128));
         let mut sums =
             HalfSums { high: [[_mm512_setzero_si512(); G]; N], low: [[_mm512_setzero_si512(); G]; N] };
@@ -263,13 +264,13 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
         while at < dim {
             let keys = Keys::<G> {
                 groups: plane_rows::<LOW, HIGH, G>(&keys.groups[group..], at, 1),
-                // Rows of a group follow one another, so that a part of every row is as many bytes as that part of the group.
+                // Rows of a group follow one another. The bytes that are prefetched are as many as this part of all rows, but contiguous.
                 next: plane_rows::<LOW, HIGH, G>(&next[group..], at, GROUP),
                 strides: PlaneStrides::new::<LOW, HIGH>(dim),
             };
             let q = job.q.add(row * (2 * Q_HALF) + at);
             let sums = &mut sums;
-            // Dense rows change how the second plane is read.
+            // The second plane of dense rows is read in another way.
             match (dim - at >= BLOCK, if HIGH > 0 { dim } else { 0 }) {
                 (true, BLOCK) => add_scores::<LOW, HIGH, N, G, BLOCK, true>(&keys, q, table, sums),
                 (true, _) => add_scores::<LOW, HIGH, N, G, BLOCK, false>(&keys, q, table, sums),
@@ -283,7 +284,7 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
             let factors = factors(keys.groups[group + g].scales);
             prefetch(next[group + g].scales, 0);
             for r in 0..N {
-                // Partial sums may wrap at 32 bits: the whole fits.
+                // Partial sums may wrap at 32 bits, but the whole sum fits.
                 let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums.high[r][g]), sums.low[r][g]);
                 let factors = _mm512_mul_ps(factors, _mm512_set1_ps(*job.q_factors.add(row + r)));
                 let c = job.c.at(row + r, column);
@@ -296,7 +297,7 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
 /// Some coordinates of groups of keys.
 struct Keys<const G: usize> {
     groups: [PlaneRows; G],
-    /// What is read next, for prefetches.
+    /// The rows that are read next, for prefetches.
     next: [PlaneRows; G],
     strides: PlaneStrides,
 }
@@ -316,14 +317,14 @@ struct PlaneStrides {
 }
 
 impl PlaneStrides {
-    /// Of rows of `dim` codes.
+    /// The strides of rows of `dim` codes.
     #[inline(always)]
     fn new<const LOW: usize, const HIGH: usize>(dim: usize) -> Self {
         Self { lower: dim * LOW / 8, upper: dim * HIGH / 8 }
     }
 }
 
-/// Where coordinate `at` of `rows` rows begins, in each plane of each group.
+/// The start of coordinate `at` of `rows` rows, in each plane of each group.
 #[inline(always)]
 fn plane_rows<const LOW: usize, const HIGH: usize, const G: usize>(
     groups: &[CodeGroup],
@@ -354,8 +355,8 @@ struct HalfSums<const N: usize, const G: usize> {
     low: [[__m512i; G]; N],
 }
 
-/// The second plane of `B` coordinates of a group, in the order of the first: four registers for each chunk of 16 bytes of the first plane that
-/// these bits belong to.
+/// The second plane of `B` coordinates of a group, in the order of the first: four registers for each chunk of 16 bytes of the first plane
+/// that these bits belong to.
 ///
 /// # Safety
 /// As [`IntegerScores`]; with `DENSE`, rows have `B` coordinates.
@@ -390,7 +391,7 @@ unsafe fn upper_lines<const HIGH: usize, const B: usize, const DENSE: bool>(
     }
 }
 
-/// Adds the products of `B` coordinates. With `DENSE`, keys have no others.
+/// Adds the products of `B` coordinates. With `DENSE`, keys have no other coordinates.
 ///
 /// # Safety
 /// As [`IntegerScores`].
@@ -421,7 +422,7 @@ unsafe fn add_scores<
                 upper[g] = upper_lines::<HIGH, B, DENSE>(keys.groups[g].upper, keys.strides.upper);
             }
         }
-        // Chunks whose bits of the second plane are in registers: written out, so that these have fixed names.
+        // Chunks whose second-plane bits are in registers are written out, so that these registers have fixed names.
         let steps = if above == 32 { 2 } else { 1 };
         let mut begin = 0;
         while begin < below {
@@ -462,7 +463,7 @@ unsafe fn add_scores<
             });
             begin += 16 * steps;
             if HIGH > 0 {
-                // The bits of the next chunks take the place of these.
+                // The bits of the next chunks replace these.
                 let by = _mm_cvtsi32_si128(if above == 8 { 2 } else { HIGH as i32 });
                 for g in 0..G {
                     each!(LINE in [0 1 2 3 4 5 6 7] {
@@ -503,10 +504,10 @@ pub(super) unsafe fn values(job: &IntegerValues<'_>) {
     }
 }
 
-/// Makes integers of the probabilities of `N` rows, each times the scale of its value.
+/// Converts the probabilities of `N` rows, each times the scale of its value, to integers.
 #[inline(always)]
 unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors: &[__m512]) {
-    // SAFETY: as [`values`]; probabilities are as many as values.
+    // SAFETY: as [`values`]; there are as many probabilities as values.
     unsafe {
         // A value that the row does not see has probability 0, and any factor, even NaN.
         let product = |r: usize, group: usize, factor: __m512| {
@@ -533,7 +534,7 @@ unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors
         // Lower bytes of two registers, then their upper ones.
         let bytes = index_table(const { &half_table() });
         for group in (0..factors.len()).step_by(2) {
-            // Without a second group, what is stored for it is not read.
+            // If there is no second group, the integers that are stored for it are not read.
             let second = (group + 1).min(factors.len() - 1);
             for r in 0..N {
                 let integers = |group: usize| {
@@ -581,7 +582,7 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     }
 }
 
-/// How the bytes of values become levels, in registers.
+/// Tables in registers, by which the bytes of values become levels.
 #[derive(Clone, Copy)]
 struct LevelTables {
     /// Levels of indices.
@@ -591,14 +592,14 @@ struct LevelTables {
     upper_order: __m512i,
 }
 
-/// Coordinates of values that are summed together: 32, of two parts of 16 bytes of the first plane or of two chunks of whole bytes.
+/// 32 coordinates of values that are summed together: two parts of 16 bytes of the first plane, or two chunks of whole bytes.
 #[derive(Clone, Copy)]
 struct Chunk {
-    /// Byte of the `B` coordinates in the first plane.
+    /// First byte of the chunk, among the bytes of the `B` coordinates in the first plane.
     byte: usize,
     /// The first of its two parts.
     part: usize,
-    /// Where its bytes begin in a row of each plane.
+    /// Offset of its bytes in a row of each plane.
     at: usize,
     upper_at: usize,
 }
@@ -647,7 +648,7 @@ unsafe fn chunk_levels<const LOW: usize, const HIGH: usize, const B: usize, cons
     }
 }
 
-/// Adds the products of `N` rows of probabilities, of four values each from `p` on, with their levels.
+/// Adds the products of probabilities and levels: `N` rows of four probabilities each, from `p` on.
 ///
 /// # Safety
 /// As [`IntegerValues`].
@@ -667,7 +668,7 @@ unsafe fn add_values<const N: usize>(p: *const u8, levels: [__m512i; 2], sums: &
     }
 }
 
-/// Stores the sums of `N` rows from `row` on: of 16 coordinates from `column` on, and of 16 from `distance` further on.
+/// Stores the sums of `N` rows from `row` on: of 16 coordinates from `column` on, and of 16 more at `distance` from them.
 ///
 /// # Safety
 /// As [`IntegerValues`].
@@ -692,7 +693,7 @@ unsafe fn store_values<const N: usize>(
     }
 }
 
-/// Sums of `B` coordinates from `first` on. With `DENSE`, values have no others.
+/// Sums of `B` coordinates from `first` on. With `DENSE`, values have no other coordinates.
 ///
 /// # Safety
 /// As [`IntegerValues`].
@@ -711,9 +712,9 @@ unsafe fn block_values<
     let (below, above) = (B * LOW / 8, B * HIGH / 8);
     let values = &job.values;
     let strides = PlaneStrides::new::<LOW, HIGH>(if DENSE { B } else { values.format.dim() });
-    // The first rows prefetch for all.
+    // The first rows prefetch for all rows.
     let next = if row == 0 { values.next } else { values.groups };
-    // As many sums as registers hold: of two parts of a byte of the first plane, or of two chunks of whole bytes.
+    // The registers hold the sums of two parts of a byte of the first plane, or of two chunks of whole bytes.
     let chunks = if LOW == 8 { 2 } else { 1 };
     let passes = if LOW == 2 { 2 } else { 1 };
     // SAFETY: the caller's contract.
@@ -725,7 +726,7 @@ unsafe fn block_values<
                 const { &order_table(16, if B * HIGH < 128 { B * HIGH / 8 } else { 16 }) },
             ),
         };
-        // Shifts of the second plane's bits are constants where chunks are written out.
+        // Chunks are written out so that shifts of the second plane's bits are constants.
         let steps = if HIGH > 0 { below / 16 } else { 1 };
         let mut begin = 0;
         while begin < below {
@@ -744,7 +745,7 @@ unsafe fn block_values<
                             let (CodeGroup { lower, upper, .. }, next) = (values.groups[group], next[group]);
                             let p = job.integers.add(row * (2 * P_HALF) + GROUP * group).cast_const();
                             for quarter in 0..4 {
-                                // Four rows of a chunk are a line, and as much of what comes next is prefetched.
+                                // Four rows of a chunk are a cache line; for each, a line of the next rows is prefetched.
                                 let asked = if PASS == 0 { chunks } else { 0 };
                                 for n in 0..asked {
                                     let line = byte / 4 + 4 * n + quarter;
@@ -782,8 +783,8 @@ const fn half_table() -> [u8; 64] {
     table
 }
 
-/// The permutation that makes byte `4 x + t` of a register byte `x` of row `t`, of four rows that begin `stride` bytes apart and have
-/// `width` bytes.
+/// The permutation that puts byte `x` of row `t` at byte `4 x + t` of a register, for four rows of `width` bytes that
+/// begin `stride` bytes apart.
 const fn order_table(stride: usize, width: usize) -> [u8; 64] {
     let width = if width == 0 { 1 } else { width };
     let mut table = [0; 64];
@@ -795,8 +796,8 @@ const fn order_table(stride: usize, width: usize) -> [u8; 64] {
     table
 }
 
-/// Bytes `at..at + BYTES` of four rows that are `stride` bytes apart: byte `4 x + t` is byte `x` of row `t`. A `width` of 16 or 32 says that
-/// rows have as many bytes and no gap between them.
+/// Bytes `at..at + BYTES` of four rows that are `stride` bytes apart: byte `4 x + t` is byte `x` of row `t`. A `width` of 16 or 32 says
+/// that rows have that many bytes and no gap between them.
 #[inline(always)]
 unsafe fn quad<const BYTES: usize>(
     rows: *const u8,

@@ -113,8 +113,8 @@ impl MatMut {
 
 /// The maximum and the sum of the softmax numerators of some rows.
 ///
-/// Contract: both pointers are aligned to f32 and valid for reads and writes of the rows, up to whole vectors; no other thread accesses them
-/// meanwhile.
+/// Contract: both pointers are aligned to f32 and valid for reads and writes of the rows, up to whole vectors; no other
+/// thread accesses them meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct RowMaxSum {
     pub(crate) max: *mut f32,

@@ -18,7 +18,8 @@ struct Pages<'a> {
     /// Page of each block of rows; block `b` is at `b % width`.
     table: &'a [u32],
     width: u32,
-    /// Number of rows in a page. Divisions are of u32, which are cheaper; a page of more rows than that has every row in its first block.
+    /// Number of rows in a page. Divisions are of u32, which are cheaper; a page of more rows than a u32 counts has
+    /// every row in its first block.
     page: u32,
     /// Logarithm of `page`, if it is a power of two: a division would take longer than the products of a short row.
     shift: Option<u32>,

@@ -1,7 +1,7 @@
 //! Products by a matrix unit: 16 x 16 tiles of f32 over pairs of bf16.
 //!
-//! Operands are packed as [`Bf16Pairs`](super::bf16_pairs::Bf16Pairs) packs them: a packed row of queries or probabilities is a row of a tile
-//! of `A`, a panel of keys or a row of values one of `B`. Depth and keys are whole steps of a tile.
+//! Operands are packed as [`Bf16Pairs`](super::bf16_pairs::Bf16Pairs) packs them: a packed row of queries or probabilities is a row of a
+//! tile of `A`, a panel of keys or a row of values one of `B`. Depth and keys are whole steps of a tile.
 
 #![allow(unsafe_code)]
 
@@ -56,8 +56,8 @@ pub(crate) trait MatrixUnit: PairLanes {
     /// # Safety
     /// - The unit is configured.
     /// - `steps` is not 0.
-    /// - Each of the first `M` rows of tiles `a` is valid for 16 rows of `64 * steps` bytes, `b` for `16 * steps` rows of `64 * N` bytes, `c`
-    ///   for `16 * M` rows of `64 * N` bytes.
+    /// - Each of the first `M` rows of tiles `a` is valid for 16 rows of `64 * steps` bytes.
+    /// - `b` is valid for `16 * steps` rows of `64 * N` bytes, `c` for `16 * M` rows of `64 * N` bytes.
     unsafe fn product<const M: usize, const N: usize>(steps: usize, tiles: TileOperands);
     /// `rounds` times [`TILE_CHAINS`] independent products of tiles in registers. The unit is configured.
     unsafe fn product_loop(rounds: u64);
