@@ -72,7 +72,7 @@ pub struct CpuPlan {
 
 impl CpuPlan {
     /// Plans `problem` for a machine. The function is pure and costs `O(tasks log tasks + query rows)`, where a row counts once more for
-    /// each prefix that it shares with others.
+    /// each prefix that it has in common with others.
     ///
     /// # Errors
     /// [`Unsupported::Splits`] if the option asks for more splits than there are blocks of keys; [`Unsupported::Tasks`] if the problem

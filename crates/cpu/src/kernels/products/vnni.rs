@@ -61,7 +61,7 @@ pub(crate) trait IntegerLanes: Simd {
     unsafe fn integer_values(job: &IntegerValues<'_>);
 }
 
-/// Codes in integers.
+/// Codes as integers.
 #[derive(Clone, Copy)]
 pub(crate) struct Vnni;
 
