@@ -1,4 +1,4 @@
-//! The vectors of f32 that kernels are written in. They define lanes alone; how products are made of them is in `kernels/products`.
+//! The vectors of f32 that kernels are written in. This module defines only the lanes; `kernels/products` makes products of them.
 //!
 //! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the phases of an ISA file,
 //! which are compiled with its target features, instantiate them.

@@ -80,7 +80,7 @@ impl CodePages {
     }
 
     /// Sets the mean `[heads, dim]` of keys. It changes scores only by rounding, but a large mean left in the keys takes most of the codes'
-    /// resolution. Rows that are stored already are not encoded anew, so their values change.
+    /// resolution. Rows that are stored already are not re-encoded, so their values change.
     ///
     /// # Panics
     /// If the mean has another length.

@@ -139,7 +139,7 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     (xc as u64, u64::from(cc))
 }
 
-/// Writes the codes of the best trial scale, the one whose least squares explain most of the energy; returns the same sums as [`integers`].
+/// Writes the codes of the trial scale with which least squares explains most of the energy. Returns the same sums as [`integers`].
 #[inline(always)]
 fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) -> (u64, u64) {
     let magnitudes = &fixed.magnitudes[..codes.len()];

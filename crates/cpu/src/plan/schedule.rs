@@ -49,7 +49,7 @@ pub(crate) struct Blocks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Task {
     pub(crate) rows: Rows,
-    /// Whole key blocks, of which the visible ones are computed.
+    /// Whole key blocks; the visible ones are computed.
     pub(crate) blocks: Blocks,
     /// Index of the partial of the first row's state before these blocks; `None` before the first block.
     pub(crate) from: Option<usize>,

@@ -376,8 +376,8 @@ impl StreamMemory {
                         }
                     }
                 }
-                // Long runs are not prefetched while tiles are loaded from them: the memory follows them by itself, and a burst of requests
-                // would only delay it. It does not follow pages.
+                // Long runs are not prefetched while tiles are loaded from them: the hardware follows them by itself, and a burst of
+                // requests would only delay it. It does not follow pages.
                 for (run, at) in runs.into_iter().zip(halves) {
                     if (TILE..KEYS).contains(&run.rows) {
                         let next = first + at + src.distance();
