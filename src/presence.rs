@@ -1,4 +1,4 @@
-//! Whether a device can be used.
+//! A device of a machine, or the reason why it cannot be used.
 
 use flashtile_core::plan::AnyFacts;
 

@@ -1,4 +1,4 @@
-//! What the backends of GPUs have in common: sessions over host tensors, and errors.
+//! Shared by the backends of GPUs: sessions over host tensors, and errors.
 
 use crate::backend::HostSession;
 use crate::error::{Error, Result};

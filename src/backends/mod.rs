@@ -78,8 +78,8 @@ pub(crate) static BACKENDS: [Registered; 5] = [
     ),
 ];
 
-/// The part of a registered backend that depends on the build.
-struct Built {
+/// The functions of a registered backend that depend on the build.
+struct Functions {
     count: fn() -> Result<usize>,
     open: fn(usize) -> Result<Arc<dyn Backend>>,
     candidate: fn() -> Option<Presence>,
@@ -87,11 +87,11 @@ struct Built {
 }
 
 #[cfg(feature = "cuda")]
-const CUDA: Built =
-    Built { count: cuda::count, open: cuda::open, candidate: cuda::candidate, known: cuda::known };
+const CUDA: Functions =
+    Functions { count: cuda::count, open: cuda::open, candidate: cuda::candidate, known: cuda::known };
 
 #[cfg(not(feature = "cuda"))]
-const CUDA: Built = Built {
+const CUDA: Functions = Functions {
     count: || Ok(1),
     open: |device| {
         let number = if device == 0 { String::new() } else { format!(":{device}") };
@@ -102,11 +102,11 @@ const CUDA: Built = Built {
 };
 
 #[cfg(feature = "metal")]
-const METAL: Built =
-    Built { count: || Ok(1), open: metal::open, candidate: metal::candidate, known: metal::known };
+const METAL: Functions =
+    Functions { count: || Ok(1), open: metal::open, candidate: metal::candidate, known: metal::known };
 
 #[cfg(not(feature = "metal"))]
-const METAL: Built = Built {
+const METAL: Functions = Functions {
     count: || Ok(1),
     open: |_| {
         let asked = "metal".to_owned();

@@ -61,7 +61,7 @@ fn shared_keys(plan: &CpuPlan) -> usize {
         });
         let mut seen: Vec<Range<usize>> = seen.filter(|keys| !keys.is_empty()).collect();
         seen.sort_by_key(|keys| keys.start);
-        // Only keys beyond those of all previous sequences are new.
+        // A key is new if no previous sequence has seen it.
         let (mut again, mut end) = (0, 0);
         for keys in seen {
             again += keys.end.min(end).saturating_sub(keys.start);
