@@ -1,4 +1,4 @@
-//! Answers that a file holds beside its inputs, compared with the computed one.
+//! Compares the computed answer with the one that a file holds beside its inputs.
 
 use crate::buffer::{Buffer, Bytes};
 use crate::failure::{Failure, Result};
@@ -11,7 +11,7 @@ use flashtile_bench::elements::{extend_f32, to_f32};
 use safetensors::tensor::Dtype as StoredDtype;
 use serde_json::{Value, json};
 
-/// `out` and `lse` of a file.
+/// The expected `out` and `lse` of a file.
 pub(crate) struct Answers<'a> {
     out: Option<(Dtype, Bytes<'a>)>,
     lse: Option<Bytes<'a>>,
@@ -21,7 +21,7 @@ pub(crate) struct Answers<'a> {
 pub(crate) struct Computed<'a> {
     pub(crate) out: &'a Buffer,
     pub(crate) lse: &'a Buffer,
-    /// Whether the inputs were rounded first. The error limits do not cover that rounding.
+    /// True if the inputs were rounded first. The error limits do not cover that rounding.
     pub(crate) is_rounded: bool,
 }
 
@@ -45,7 +45,7 @@ impl<'a> Answers<'a> {
         Ok(Self { out: out.transpose()?, lse: lse.transpose()? })
     }
 
-    /// How far the computed answer is from the file's; `None` if the file has none.
+    /// Compares the computed answer with the file's. Returns `None` if the file has none.
     pub(crate) fn compare(&self, operands: &Operands<'_>, got: &Computed<'_>) -> Result<Option<Compared>> {
         if self.out.is_none() && self.lse.is_none() {
             return Ok(None);
@@ -70,7 +70,7 @@ impl<'a> Answers<'a> {
             order,
         };
         let compared = with(&[]);
-        // This takes as long as the reference, and is done only where it can matter.
+        // Computing the errors of scores takes as long as the reference, so it is done only where it can matter.
         if compared.may_be_rounding() {
             return Ok(Some(with(&score_errors(problem, &operands.inputs()?))));
         }
@@ -78,7 +78,7 @@ impl<'a> Answers<'a> {
     }
 }
 
-/// A tensor of a file, if it has the expected shape.
+/// Reads a tensor, which must have the expected shape. Returns `None` if the file lacks it.
 fn fitting<'a>(archive: &Archive<'a>, name: &str, expected: &[usize]) -> Result<Option<Stored<'a>>> {
     match archive.get(name)? {
         Some(stored) if stored.shape != expected => {
@@ -122,14 +122,14 @@ fn logical(bytes: &[u8], dtype: Dtype, order: Order, shape: [usize; 4]) -> Vec<f
 pub(crate) struct Compared {
     out: Option<Report>,
     lse: Option<Report>,
-    /// Whether errors are held to limits.
+    /// True if errors are held to limits.
     is_limited: bool,
     /// Shape of out, `[batch, heads, rows, dim]`.
     shape: [usize; 4],
     order: Order,
 }
 
-/// No error of a score that is allowed widens the limit of NRMSE beyond this.
+/// Largest NRMSE that rounding of scores can explain: no permitted error of a score widens the limit beyond this.
 const MAX_NRMSE: f64 = 0.5;
 
 impl Compared {
@@ -138,24 +138,24 @@ impl Compared {
         both.into_iter().filter_map(|(name, report)| Some((name, report.as_ref()?)))
     }
 
-    /// Names of the tensors that are compared, or of those beyond their limits.
+    /// Names of the compared tensors that `is_chosen` accepts.
     fn names(&self, is_chosen: impl Fn(&Report) -> bool) -> String {
         let names = self.reports().filter(|(_, report)| is_chosen(report)).map(|(name, _)| name);
         names.collect::<Vec<_>>().join(" and ")
     }
 
-    /// Whether every tensor is within its error limit; `None` if errors are not held to limits.
+    /// True if every tensor is within its error limit; `None` if errors are not held to limits.
     fn within(&self) -> Option<bool> {
         self.is_limited.then(|| self.reports().all(|(_, report)| report.within()))
     }
 
-    /// Whether the errors beyond the limits are small enough to be rounding of large scores.
+    /// True if the errors beyond the limits are small enough to be rounding of large scores.
     fn may_be_rounding(&self) -> bool {
         let small = |report: &Report| report.worst.is_finite() && report.nrmse <= MAX_NRMSE;
         self.within() == Some(false) && self.reports().all(|(_, report)| small(report))
     }
 
-    /// `matches out and lse: nrmse 3.1e-7 (limit 4.0e-6), lse 2.0e-7`.
+    /// The comparison in one line: `matches out and lse: nrmse 3.1e-7 (limit 4.0e-6), lse 2.0e-7`.
     pub(crate) fn words(&self) -> String {
         let all = self.names(|_| true);
         let (verdict, note) = match self.within() {
@@ -173,7 +173,7 @@ impl Compared {
         format!("{verdict}: {}{note}", numbers.join(", "))
     }
 
-    /// The failure of an answer beyond its limits.
+    /// The failure to report if a tensor is beyond its limit.
     pub(crate) fn failure(&self, archive: &Archive<'_>) -> Option<Failure> {
         if self.within() != Some(false) {
             return None;

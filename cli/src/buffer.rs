@@ -28,8 +28,8 @@ impl Buffer {
         Ok(Self { memory, len, is_pool: false })
     }
 
-    /// A buffer for `count` elements in the kind of memory that pools of caches have: in huge pages, if the system
-    /// supports them.
+    /// A buffer for `count` elements in the kind of memory that pools of caches use: huge pages, if the system supports
+    /// them.
     pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
         Ok(Self::elements(dtype, count)?.into_pool())
     }
@@ -53,7 +53,7 @@ impl Buffer {
         if self.is_pool {
             buffer = buffer.into_pool();
         }
-        // By all threads: pages are placed near the thread that touches them first.
+        // All threads copy, because the system places a page near the thread that touches it first.
         let chunks = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
         chunks.for_each(|(into, from)| into.copy_from_slice(from));
         Ok(buffer)
@@ -88,7 +88,7 @@ pub(crate) enum Bytes<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// The same bytes for elements of `size` bytes: copied if they are misaligned.
+    /// Aligns the bytes for elements of `size` bytes: copies them if they are misaligned.
     pub(crate) fn aligned(self, size: usize) -> Result<Self> {
         match self {
             Self::Borrowed(bytes) if !(bytes.as_ptr() as usize).is_multiple_of(size) => {
@@ -113,7 +113,7 @@ pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
     Ok(buffer)
 }
 
-/// The element at `index`, exact.
+/// The element at `index`, converted exactly.
 pub(crate) fn load(bytes: &[u8], dtype: Dtype, index: usize) -> f32 {
     let at = &bytes[index * dtype.bytes()..][..dtype.bytes()];
     match dtype {

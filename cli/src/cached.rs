@@ -21,7 +21,7 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// The cache that the options ask for; `None` if the tensors are used directly.
+    /// The cache that the options ask for; `None` if attention reads the tensors directly.
     pub(crate) fn asked(storage: &Storage, problem: &Problem) -> Result<Option<Self>> {
         let (plain, center) = (Codec::of(problem.dtype()), storage.center);
         let (k, v) = (storage.k_codec.unwrap_or(plain), storage.v_codec.unwrap_or(plain));
@@ -44,7 +44,7 @@ impl Stored {
             desc.dims.batch = 1;
             desc.dims.q_len = lens.iter().fold(0, |n, lens| n.saturating_add(lens.q_len));
             desc.dims.kv_len = longest(problem);
-            // In a valid problem, the first query sits at the first key if nothing else was said.
+            // A valid problem without an offset puts the first query at the first key.
             desc.q_offset = desc.q_offset.or(Some(QOffset::TopLeft));
         }
         desc.validate().map_err(Failure::new)
@@ -68,7 +68,7 @@ pub(crate) struct Cached {
     pub(crate) problem: Problem,
     cache: KvCache,
     tables: BlockTables,
-    /// Queries `[total, heads, dim]`, if the file has them in another order.
+    /// Queries as `[total, heads, dim]`; `None` if the file has them in that order.
     q: Option<Buffer>,
 }
 
@@ -135,14 +135,14 @@ impl Cached {
     }
 }
 
-/// Gives a cache the mean of the first keys of the first sequence that has keys.
+/// Sets the key mean of a cache to the mean of the first keys of the first sequence that has keys.
 fn center(cache: &mut KvCache, operands: &Operands<'_>) -> Result<()> {
     let Some(mut first) = operands.problem.sequences().iter().find(|of| of.kv_len > 0).copied() else {
         return Ok(());
     };
     first.kv_len = first.kv_len.min(MEAN_ROWS);
     let mean = key_mean(&operands.k_rows(&first)?);
-    // Keys that have no finite mean are refused when they are stored, by their row.
+    // Keys without a finite mean are refused when they are stored, by an error that names their row.
     if mean.iter().all(|x| x.is_finite()) {
         cache.set_key_mean(0, &mean).map_err(Failure::new)
     } else {
@@ -169,15 +169,15 @@ fn packed(operands: &Operands<'_>) -> Result<Buffer> {
     Ok(buffer)
 }
 
-/// Copies rows `[total, heads]` of `size` bytes each, the order of attention over a cache, to the order `[batch,
-/// heads, rows]`.
+/// Copies rows of `size` bytes each from `[total, heads]`, the order of attention over a cache, to `[batch, heads,
+/// rows]`.
 pub(crate) fn unpack(packed: &[u8], into: &mut [u8], shape: [usize; 3], size: usize) {
     for (from, at) in packed.chunks_exact(size).zip(indices(shape)) {
         into[at * size..][..size].copy_from_slice(from);
     }
 }
 
-/// Why rows of a file are refused. Its cache has one layer, which is not named.
+/// Says why a cache refuses rows of a file. The layer is not named, because the cache has only one.
 fn refusal(error: &CacheError) -> String {
     match error {
         CacheError::Row { tensor, head, row, why, .. } => {

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-/// Text that is safe on a terminal: control characters, and the characters that embed, override or isolate
-/// directions of text, are escaped as in JSON unless they are among `kept`. Names in files may contain any.
+/// Makes text safe for a terminal. Names in files may contain any character, so control characters and those that
+/// embed, override or isolate directions of text are escaped as in JSON, unless they are among `kept`.
 pub(crate) fn escaped<'t>(text: &'t str, kept: &[char]) -> Cow<'t, str> {
     let is_kept = |c: char| {
         let moves = c.is_control() || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');

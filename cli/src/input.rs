@@ -1,4 +1,4 @@
-//! Files of tensors, mapped: safetensors, and arrays of numpy.
+//! Memory-mapped files of tensors: safetensors, and arrays of numpy.
 
 use crate::buffer::Bytes;
 use crate::failure::{Failure, Result};
@@ -17,10 +17,10 @@ use std::sync::OnceLock;
 #[cfg(target_endian = "big")]
 compile_error!("tensors are read in place, and files hold them in little-endian order");
 
-/// Longest header that is parsed, as the format limits it.
+/// Length of the longest header that is parsed, which is the format's own limit.
 const MAX_HEADER: usize = 100_000_000;
 
-/// Tensors in memory.
+/// A mapped file or folder of tensors.
 pub(crate) struct Mapped<'p> {
     path: &'p Path,
     content: Content,
@@ -34,7 +34,7 @@ enum Content {
 
 /// An `.npy` file.
 struct NpyFile {
-    /// Without suffix.
+    /// The file name without its suffix.
     name: String,
     path: PathBuf,
     /// Empty until the array is needed.
@@ -53,7 +53,8 @@ impl NpyFile {
     }
 }
 
-/// Opens a regular file to read: opening or reading anything else, such as a pipe, might block or have side effects.
+/// Opens a regular file for reading. Anything else, such as a pipe, is refused, because opening or reading it might
+/// block or have side effects.
 pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
     match std::fs::metadata(path) {
@@ -145,7 +146,7 @@ impl<'p> Mapped<'p> {
             let bytes = report::counted(bytes.len(), "byte");
             refuse(&format_args!("{bytes}, expected 8 of header length first"))
         })?;
-        // Eight characters stand for a length beyond any memory.
+        // As a length, eight characters of text would exceed any memory.
         if let Ok(text) = std::str::from_utf8(first)
             && text.chars().all(|c| !c.is_control() || c.is_whitespace())
         {
@@ -163,7 +164,7 @@ impl<'p> Mapped<'p> {
         })?);
         let metadata: safetensors::tensor::Metadata =
             serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
-        // The parser keeps the last of several tensors with the same name.
+        // The parser keeps the last of several tensors with one name, so repeated names are looked for separately.
         let mut parser = serde_json::Deserializer::from_slice(header);
         parser.deserialize_map(DistinctNames).map_err(|e| refuse(&format_args!("header: {e}")))?;
         if metadata.data_len() != data.len() {
@@ -184,7 +185,7 @@ impl<'p> Mapped<'p> {
     }
 }
 
-/// Visits a header in which no name is repeated.
+/// A visitor that refuses a header with a repeated name.
 struct DistinctNames;
 
 impl<'de> Visitor<'de> for DistinctNames {
@@ -211,11 +212,11 @@ pub(crate) struct Archive<'a> {
     /// The layer of these tensors, if they belong to one.
     layer: Option<String>,
     sources: BTreeMap<String, Source<'a>>,
-    /// Names in the file of tensors that it calls by an alias.
+    /// The file's own names of tensors that it calls by an alias.
     called: BTreeMap<String, String>,
 }
 
-/// Where a tensor is. Arrays of numpy are read when they are needed: others may have any dtype.
+/// The place of a tensor. Arrays of numpy are read only when they are needed, since others may have any dtype.
 #[derive(Clone)]
 enum Source<'a> {
     Tensor { dtype: Dtype, shape: Vec<usize>, bytes: &'a [u8] },
@@ -223,7 +224,7 @@ enum Source<'a> {
     File(&'a NpyFile),
 }
 
-/// A tensor in the file.
+/// A tensor as the file stores it.
 #[derive(Debug)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: Dtype,
@@ -259,16 +260,16 @@ impl<'a> Archive<'a> {
         self.sources.keys().map(String::as_str)
     }
 
-    /// Tensors under other names, by a map from new names to old ones: the whole file's, or a layer's.
+    /// The tensors of the whole file or of a layer under new names; `names` maps new names to old ones.
     pub(crate) fn part(&self, layer: Option<String>, names: &BTreeMap<String, &str>) -> Self {
         let source = |(name, of): (&String, &&str)| Some((name.clone(), self.sources.get(*of)?.clone()));
-        // In a layer all names are without its prefix.
+        // In a layer, every name lacks the prefix, so a changed name need not be an alias.
         let renamed = names.iter().filter(|(name, of)| layer.is_none() && name.as_str() != **of);
         let called = renamed.map(|(name, of)| (name.clone(), (*of).to_owned())).collect();
         Self { path: self.path, layer, sources: names.iter().filter_map(source).collect(), called }
     }
 
-    /// What the file calls a tensor, for messages.
+    /// The name of a tensor in the file, for messages.
     pub(crate) fn called<'n>(&'n self, name: &'n str) -> &'n str {
         self.called.get(name).map_or(name, String::as_str)
     }

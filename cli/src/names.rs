@@ -1,4 +1,4 @@
-//! Names of tensors: their aliases, and which belong together as the keys, values and queries of a layer.
+//! Names of tensors: their aliases, and groups of names that are the keys, values and queries of a layer.
 
 use crate::escape::escaped;
 use crate::failure::{Failure, Result};
@@ -6,7 +6,7 @@ use crate::input::{Archive, Mapped};
 use crate::report;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Names that tensors are read under, and their aliases in files.
+/// Canonical names of tensors, and their aliases in files.
 const ALIASES: [(&str, &[&str]); 4] = [
     ("q", &["query", "queries"]),
     ("k", &["key", "keys"]),
@@ -14,13 +14,13 @@ const ALIASES: [(&str, &[&str]); 4] = [
     ("mask", &["attn_mask", "attention_mask"]),
 ];
 
-/// The name under which a tensor is read.
+/// The canonical name of a tensor.
 pub(crate) fn canonical(name: &str) -> &str {
     let of = ALIASES.iter().find(|(_, aliases)| aliases.contains(&name));
     of.map_or(name, |(canonical, _)| canonical)
 }
 
-/// Why two tensors cannot be told apart.
+/// The reason to refuse two names of one tensor.
 fn twice(a: &str, b: &str) -> String {
     format!("tensors {a} and {b} are the same input under two names, expected one of them")
 }
@@ -28,12 +28,12 @@ fn twice(a: &str, b: &str) -> String {
 /// Separators of the components of a name.
 const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
 
-/// Gradients in the files of `flashtile run`, which no cache stores.
+/// Prefix of gradients in the files of `flashtile run`, which no cache stores.
 const GRADIENTS: &str = "d_";
 
-/// Names that belong together.
+/// Names of the keys, values and queries of one layer.
 pub(crate) struct Names {
-    /// The name up to the last component.
+    /// Each name up to its last component.
     pub(crate) prefix: String,
     pub(crate) k: Option<String>,
     pub(crate) v: Option<String>,
@@ -41,7 +41,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// The part that the names have in common, or both names if there is none, on one line.
+    /// The common part of the names, or both names if there is none, on one line.
     pub(crate) fn label(&self) -> String {
         let label = self.prefix.trim_end_matches(SEPARATORS);
         if !label.is_empty() {
@@ -52,7 +52,7 @@ impl Names {
     }
 }
 
-/// Names grouped by what precedes their last component, and the names that belong to no group.
+/// Groups names by what precedes their last component. Also returns the names that belong to no group.
 ///
 /// # Errors
 /// If a tensor of a group has two names.
@@ -80,7 +80,7 @@ pub(crate) fn group<'n>(
     Ok((groups, others))
 }
 
-/// Names in a file by the names under which they are read; `parts` are names and what remains of them without the
+/// Maps canonical names to names in a file. `parts` pairs each name in the file with what remains of it without the
 /// prefix of a layer.
 ///
 /// # Errors
@@ -97,14 +97,14 @@ fn resolve<'n>(
     Ok(names)
 }
 
-/// A name whose order is that of its numbers: layer 2 comes before layer 10.
+/// A sort key that orders names by the numbers in them: layer 2 comes before layer 10.
 fn natural(name: &str) -> String {
     let chars: Vec<char> = name.chars().collect();
     let parts = chars.chunk_by(|a, b| a.is_ascii_digit() && b.is_ascii_digit());
     parts.map(|part| format!("{:0>24}", part.iter().collect::<String>())).collect()
 }
 
-/// The tensors of a file, or of the layer with a prefix, under the names that they are read under.
+/// The tensors of a file, or of the layer with a prefix, under their canonical names.
 pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Result<Archive<'a>> {
     let archive = mapped.archive()?;
     match prefix {
@@ -116,7 +116,7 @@ pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Resul
     }
 }
 
-/// The layers of a file with q, k and v: the common part of their names.
+/// Labels of the layers of a file that have q, k and v.
 pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
     let Ok((groups, _)) = group(archive.names()) else { return Vec::new() };
     let whole = |names: &&Names| {
@@ -125,8 +125,8 @@ pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
     groups.iter().filter(whole).map(Names::label).collect()
 }
 
-/// The tensors of one layer as a file of their own: `q`, `k` and `v`, the other tensors with its prefix under names
-/// without it, and the tensors without a layer's prefix, which apply to all layers.
+/// The tensors of one layer as an archive: `q`, `k` and `v`; other tensors with the layer's prefix, under names without
+/// it; and tensors without a layer's prefix, which apply to all layers.
 fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
     let refuse = |twice| archive.refuse(twice);
     let (groups, others) = group(archive.names()).map_err(refuse)?;
@@ -155,7 +155,7 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
     };
 
     let prefixes: BTreeSet<&str> = groups.iter().map(|of| of.prefix.as_str()).collect();
-    // The innermost layer that a name belongs to; without a prefix, the empty one.
+    // Length of the prefix of the innermost layer that a name belongs to; 0 if there is none.
     let of_layer = |name: &str| {
         let starts = name.rmatch_indices(SEPARATORS).map(|(at, _)| at + 1);
         starts.into_iter().find(|&at| prefixes.contains(&name[..at])).unwrap_or(0)
@@ -168,7 +168,7 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
         resolve(parts).map_err(refuse)
     };
     let mut tensors = of_prefix("")?;
-    // If the layer itself has no prefix, its tensors are those without one.
+    // For a layer without a prefix, this adds the same tensors again.
     tensors.extend(of_prefix(&layer.prefix)?);
     for (name, of) in [("q", &layer.q), ("k", &layer.k), ("v", &layer.v)] {
         if let Some(of) = of {

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// The first bytes of an `.npy` file.
 const NPY: &[u8] = b"\x93NUMPY";
 
-/// The first bytes of an archive: of its first member, or of the directory of an archive without members.
+/// The first bytes of an archive, which begins with its first member, or with its directory if it has no members.
 const ZIP: [&[u8]; 2] = [b"PK\x03\x04", b"PK\x05\x06"];
 
 pub(crate) fn is_npy(bytes: &[u8]) -> bool {
@@ -24,7 +24,7 @@ pub(crate) fn is_npz(bytes: &[u8]) -> bool {
     ZIP.iter().any(|first| bytes.starts_with(first))
 }
 
-/// Dtypes of numpy, and the ones with the same values.
+/// Dtypes of numpy, each with the dtype of safetensors that has the same values.
 const DTYPES: [(&str, Dtype); 11] = [
     ("<f2", Dtype::F16),
     ("<f4", Dtype::F32),
@@ -57,17 +57,17 @@ pub(crate) struct Array<'a> {
     pub(crate) bytes: Bytes<'a>,
 }
 
-/// The array in the bytes of an `.npy` file, in place.
+/// Reads the array in the bytes of an `.npy` file, in place.
 ///
 /// # Errors
-/// Says what is wrong with it: another format, Fortran order of more than one axis, a dtype that attention has no use
-/// for, a size that does not fit the shape.
+/// If it has another format, Fortran order of more than one axis, a dtype that attention does not use, or a size that
+/// does not fit its shape.
 pub(crate) fn array(bytes: &[u8]) -> Result<Array<'_>, String> {
     let Some(([major, minor], rest)) = bytes.strip_prefix(NPY).and_then(|rest| rest.split_first_chunk())
     else {
         return Err("not an .npy file".to_owned());
     };
-    // Version 1.0 has a length of two bytes, later ones of four.
+    // The length takes two bytes in version 1.0, and four in later ones.
     let width = match (major, minor) {
         (1, 0) => 2,
         (2 | 3, 0) => 4,
@@ -91,7 +91,7 @@ pub(crate) fn array(bytes: &[u8]) -> Result<Array<'_>, String> {
     Ok(Array { dtype, shape, bytes: Bytes::Borrowed(data) })
 }
 
-/// Longest header that is parsed. Headers of arrays of numbers have about a hundred bytes.
+/// Length of the longest header that is parsed. Headers of arrays of numbers have about a hundred bytes.
 const MAX_HEADER: u32 = 1 << 16;
 
 /// Parses the dictionary of a header, which has three keys and nothing else.
@@ -101,14 +101,14 @@ fn header(text: &str) -> Result<(Dtype, Vec<usize>), String> {
     let Dict { descr, fortran_order, shape } = dict;
     let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
     let dtype = dtype.ok_or_else(|| unknown(&descr))?;
-    // With one axis longer than 1, both orders are the same.
+    // Both orders agree if at most one axis is longer than 1.
     if fortran_order && shape.iter().filter(|n| **n > 1).count() > 1 {
         return Err("in Fortran order, expected C order: numpy.ascontiguousarray".to_owned());
     }
     Ok((dtype, shape))
 }
 
-/// The text of a header. Records have a list as `descr`, which is refused.
+/// The fields of a header. Records are refused: their `descr` is a list.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Dict {
@@ -117,7 +117,8 @@ struct Dict {
     shape: Vec<usize>,
 }
 
-/// A dictionary in Python's syntax as JSON: other quotes, brackets and truths, and no comma behind the last element.
+/// Translates a dictionary from Python's syntax to JSON, which has other quotes, brackets and booleans, and no trailing
+/// comma.
 fn json(dict: &str) -> String {
     let mut json = String::with_capacity(dict.len());
     for c in dict.replace("True", "true").replace("False", "false").chars() {
@@ -134,7 +135,7 @@ fn json(dict: &str) -> String {
     json
 }
 
-/// An array in an archive, which is read when it is asked for.
+/// An array in an archive, read on demand.
 #[derive(Debug, Clone)]
 pub(crate) struct Member<'a> {
     entry: ZipSliceEntry<'a>,
@@ -142,10 +143,10 @@ pub(crate) struct Member<'a> {
     is_encrypted: bool,
 }
 
-/// The arrays of an archive, by name without `.npy`. Folders are left out.
+/// Finds the arrays of an archive, by name without `.npy`. Folders are left out.
 ///
 /// # Errors
-/// Says what is wrong with the directory of the archive.
+/// If the directory of the archive is damaged, or lists a name twice.
 pub(crate) fn members(
     archive: &ZipSliceArchive<impl AsRef<[u8]>>,
 ) -> Result<BTreeMap<String, Member<'_>>, String> {
@@ -157,7 +158,7 @@ pub(crate) fn members(
         let full = String::from_utf8_lossy(path.as_ref());
         let named = |what: &dyn std::fmt::Display| damaged(format_args!("member {full}: {what}"));
         let entry = archive.get_entry(header.wayfinder()).map_err(|e| named(&e))?;
-        // Names have no checksum: a damaged one would hide its array.
+        // Names have no checksum, so both copies must agree: a damaged name would hide its array.
         let beside = entry.local_header().file_path();
         if beside != path {
             let beside = String::from_utf8_lossy(beside.as_ref());
@@ -177,7 +178,7 @@ pub(crate) fn members(
     if count != expected {
         return Err(damaged(format_args!("{count} members in its directory, expected {expected}")));
     }
-    // Otherwise a small archive could stand for any number of arrays.
+    // Members must not overlap: a small archive could otherwise hold any number of arrays.
     places.sort_unstable();
     if let Some(&[(at, end), (next, _)]) = places.windows(2).find(|pair| pair[0].1 > pair[1].0) {
         return Err(damaged(format_args!("the member at byte {at} ends at {end}, another begins at {next}")));
@@ -189,14 +190,14 @@ pub(crate) fn damaged(what: impl std::fmt::Display) -> String {
     format!("damaged archive: {what}")
 }
 
-/// Bytes that one compressed byte stands for at most: two bits repeat 258 bytes.
+/// Largest number of bytes that one compressed byte stands for: two bits repeat 258 bytes.
 const MAX_INFLATED: u64 = 4 * 258;
 
 impl<'a> Member<'a> {
-    /// Reads the array. Its size and its checksum are those that the archive says.
+    /// Reads the array, and checks its size and its checksum against the archive's.
     ///
     /// # Errors
-    /// Says what is wrong with it, as [`array`] does.
+    /// If it is encrypted or compressed in an unknown way, a check fails, or [`array`] refuses it.
     pub(crate) fn read(&self) -> Result<Array<'a>, String> {
         if self.is_encrypted {
             return Err("it is encrypted".to_owned());
@@ -312,7 +313,8 @@ mod tests {
         assert_eq!(refused(b"\x93NUMPX\x01\x00\x00\x00"), "not an .npy file");
     }
 
-    /// A header is a dictionary and nothing else, as numpy reads it: none is searched for what looks like a key.
+    /// A header is a dictionary and nothing else, as numpy reads it. No part of it is searched for text that looks like
+    /// a key.
     #[test]
     fn headers_that_are_no_dictionaries() {
         let whole = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }";

@@ -20,7 +20,7 @@ const READ: [&str; 9] =
 /// Names of answers, which example files contain beside their inputs.
 const ANSWERS: [&str; 5] = ["out", "lse", "d_q", "d_k", "d_v"];
 
-/// Batch entries without rows take no bytes of a file, so that their number needs its own limit.
+/// Largest number of batch entries without rows. They take no bytes of a file, so their number needs its own limit.
 const MAX_EMPTY_BATCH: usize = 1 << 20;
 
 /// Order of the axes of q, k, v and out in a file.
@@ -48,7 +48,7 @@ impl Order {
         }
     }
 
-    /// The shape `[batch, heads, rows, dim]` from a shape in the file.
+    /// Converts a shape in the file to `[batch, heads, rows, dim]`.
     fn logical(self, stored: &[usize]) -> Option<[usize; 4]> {
         match (self, stored) {
             (Self::Bhsd, &[b, h, s, d]) | (Self::Bshd, &[b, s, h, d]) => Some([b, h, s, d]),
@@ -57,7 +57,7 @@ impl Order {
         }
     }
 
-    /// The shape in the file from `[batch, heads, rows, dim]`.
+    /// Converts `[batch, heads, rows, dim]` to the shape in the file.
     pub(crate) fn stored(self, [b, h, s, d]: [usize; 4]) -> Vec<usize> {
         match self {
             Self::Bhsd => vec![b, h, s, d],
@@ -66,7 +66,7 @@ impl Order {
         }
     }
 
-    /// The shape of lse in the file from `[batch, heads, rows]`.
+    /// Converts `[batch, heads, rows]` to the shape of lse in the file.
     pub(crate) fn stored_lse(self, [b, h, s]: [usize; 3]) -> Vec<usize> {
         match self {
             Self::Bhsd | Self::Bshd => vec![b, h, s],
@@ -74,7 +74,7 @@ impl Order {
         }
     }
 
-    /// A hint for the case that the numbers of heads would fit in the other layout.
+    /// A hint for an error about heads, if their numbers fit in the other layout.
     const fn hint(self, q: [usize; 4], k: [usize; 4]) -> &'static str {
         let fit = k[2] > 0 && q[2] > 0 && q[2].is_multiple_of(k[2]);
         match self {
@@ -101,7 +101,7 @@ pub(crate) struct Tensor<'a> {
     /// `[batch, heads, rows, dim]`.
     pub(crate) shape: [usize; 4],
     pub(crate) bytes: Bytes<'a>,
-    /// Whether elements of the file were rounded to the dtype.
+    /// True if elements of the file were rounded to the dtype.
     is_rounded: bool,
 }
 
@@ -111,7 +111,7 @@ impl Tensor<'_> {
         TensorView::from_bytes(self.dtype, self.bytes.get(), self.shape, strides).map_err(Failure::new)
     }
 
-    /// Keys or values of the sequences, if they have any.
+    /// The keys or values of a sequence, which may have none.
     fn rows(&self, order: Order, sequence: &Sequence) -> Result<TensorView<'_>> {
         let strides = order.strides(self.shape);
         let first = sequence.batch * strides[0] + sequence.kv_start * strides[2];
@@ -214,7 +214,7 @@ impl<'a> Operands<'a> {
     /// A note about tensors that are not recognised, if there are any.
     ///
     /// # Errors
-    /// If they must all be recognised.
+    /// If there are any and `strict` is set.
     pub(crate) fn remark(&self, archive: &Archive<'_>, strict: bool) -> Result<Option<Failure>> {
         if self.ignored.is_empty() {
             return Ok(None);
@@ -228,7 +228,7 @@ impl<'a> Operands<'a> {
         Ok(Some(archive.refuse(format_args!("note: tensors not read: {names} (known are {read})"))))
     }
 
-    /// The operands as the library takes them.
+    /// The operands as inputs of the library.
     pub(crate) fn inputs(&self) -> Result<Inputs<'_>> {
         let order = self.order;
         let mut inputs = Inputs::new(self.q.view(order)?, self.k.view(order)?, self.v.view(order)?);
@@ -236,8 +236,8 @@ impl<'a> Operands<'a> {
         Ok(inputs)
     }
 
-    /// Adds all inputs except q, k and v. If the problem has fewer rows and keys than this one, masks are cut to its
-    /// mask shape.
+    /// Adds all inputs except q, k and v. The problem of `mask_shape` may have fewer rows and keys than this one: masks
+    /// are cut to that shape.
     pub(crate) fn add_biases<'s>(&'s self, inputs: &mut Inputs<'s>, mask_shape: [usize; 4]) -> Result<()> {
         if let Some((kind, stored, bytes)) = &self.mask {
             let strides = Order::Bhsd.strides(*stored);
@@ -264,7 +264,7 @@ impl<'a> Operands<'a> {
         Ok(())
     }
 
-    /// Whether elements of q, k or v were rounded to the dtype of the problem.
+    /// True if elements of q, k or v were rounded to the dtype of the problem.
     pub(crate) fn is_rounded(&self) -> bool {
         [&self.q, &self.k, &self.v].into_iter().any(|tensor| tensor.is_rounded)
     }
@@ -307,7 +307,8 @@ const WORDS: [(&str, &str); 4] = [
     ("cuseqlens", "cu_seqlens_q or cu_seqlens_k"),
 ];
 
-/// The known name that an unknown one resembles. Ignoring such a tensor would answer another question.
+/// The known name that an unknown one resembles. Such a tensor must not be ignored, because that would answer another
+/// question.
 pub(crate) fn meant(name: &str) -> Option<&'static str> {
     if READ.contains(&names::canonical(name)) || ANSWERS.contains(&name) {
         return None;
@@ -351,7 +352,7 @@ pub(crate) fn tensor<'a>(
     match to {
         Some(to) if to != dtype => {
             let bytes = Bytes::Owned(convert(stored.bytes.get(), dtype, to)?);
-            // f32 holds every element of the other dtypes.
+            // Conversion to f32 does not round, because f32 holds every element of the other dtypes.
             Ok(Tensor { dtype: to, shape, bytes, is_rounded: to != Dtype::F32 })
         }
         _ => {

@@ -29,7 +29,7 @@ impl Destination {
         Ok(Self { path: target, folder })
     }
 
-    /// Checks the same of a picture, whose name says its format.
+    /// Checks that a picture can be written there. Its name must end in `.svg`.
     pub(crate) fn svg(path: &Path) -> Result<Self> {
         let is_svg = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("svg"));
         if !is_svg && path != Path::new("-") {
@@ -40,7 +40,7 @@ impl Destination {
         Self::new(path)
     }
 
-    /// Refuses to replace a file that is read, or that is also written for another purpose.
+    /// Refuses to replace `other`, a file that is read, or that is also written for another purpose.
     pub(crate) fn differs_from(&self, other: &Path) -> Result<()> {
         let same = match (std::fs::metadata(&self.path), std::fs::metadata(other)) {
             (Ok(mine), Ok(theirs)) => same_file((&self.path, &mine), (other, &theirs)),
@@ -66,7 +66,7 @@ impl Destination {
             Err(e) if e.kind() == ErrorKind::NotFound => None,
             Err(e) => return Err(refuse_io(e)),
         };
-        // While it lacks the final permission bits, nobody else may read it, as the file that it replaces may be
+        // Until the file has its final permission bits, nobody else may read it: the file that it replaces may be
         // private.
         let mode = if replaced.is_some() { 0o600 } else { 0o666 };
         let temporary = Temporary::create(&self.folder, mode).map_err(refuse_io)?;
@@ -97,10 +97,10 @@ impl Destination {
     }
 }
 
-/// Refuses a file without permission to write it, which a rename could replace all the same. It need not exist.
+/// Refuses a file without write permission, which a rename would replace all the same. The file need not exist.
 fn check_writable(path: &Path) -> std::result::Result<(), String> {
     match std::fs::metadata(path) {
-        // The superuser may open it, but whoever took the permission from everyone wants to keep it.
+        // The superuser may open it, but a file that nobody may write is meant to be kept.
         Ok(found) if found.permissions().readonly() => {
             Err("the file is read-only, expected one that may be replaced".to_owned())
         }
@@ -110,14 +110,14 @@ fn check_writable(path: &Path) -> std::result::Result<(), String> {
     }
 }
 
-/// Gives a file the permission bits of another, except setuid and setgid, which are not for new contents.
+/// Sets the permission bits of a file, except setuid and setgid, which new contents must not inherit.
 #[cfg(unix)]
 fn permit(path: &Path, permissions: Permissions) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     std::fs::set_permissions(path, Permissions::from_mode(permissions.mode() & 0o777))
 }
 
-/// On such systems, a read-only file cannot be renamed either.
+/// Does nothing: on other systems, a read-only file cannot be renamed either.
 #[cfg(not(unix))]
 fn permit(_: &Path, _: Permissions) -> std::io::Result<()> {
     Ok(())
@@ -137,12 +137,12 @@ pub(crate) fn folder(path: &Path) -> Result<()> {
 /// A folder that is written whole or not at all.
 pub(crate) struct NewFolder {
     path: PathBuf,
-    /// Beside the path, until it is finished.
+    /// The folder under its temporary name, beside the path.
     temporary: Named,
 }
 
 impl NewFolder {
-    /// Checks that a folder can be written there, where nothing is yet.
+    /// Checks that nothing exists at the path and that a folder can be written there.
     pub(crate) fn new(path: &Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
         if path.symlink_metadata().is_ok() {
@@ -168,11 +168,11 @@ fn unwritable(path: &Path, e: &std::io::Error) -> Failure {
     Failure::at(path.display(), format_args!("cannot be written: {}", cause(e)))
 }
 
-/// Largest number of links that are followed, as in common kernels.
+/// Largest number of links that are followed, as in common operating systems.
 const MAX_LINKS: usize = 40;
 
-/// The file that a path names, with links followed: the target of a link is replaced, not the link. The file need not
-/// exist, but if it does it is a regular file.
+/// Follows links to the file that a path names: the target of a link is replaced, not the link. The file need not
+/// exist, but if it does, it must be a regular file.
 fn resolve(path: &Path) -> Result<PathBuf> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
     match std::fs::metadata(path) {
@@ -180,7 +180,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
             Err(refuse(&"exists and is not a regular file, expected a path for a file"))
         }
         Ok(named) => {
-            // A link to an open file may contain a name that the file no longer has.
+            // A link to an open file may hold a name that the file no longer has.
             let target = std::fs::canonicalize(path).ok();
             let found =
                 target.filter(|t| std::fs::metadata(t).is_ok_and(|m| same_file((path, &named), (t, &m))));
@@ -216,20 +216,20 @@ fn same_file((a, _): Known<'_>, (b, _): Known<'_>) -> bool {
     same_place(a, b)
 }
 
-/// The folder of what a path names; `None` where its last component is no name.
+/// The folder of the file that a path names; `None` if the last component of the path is not a name.
 fn folder_of(path: &Path) -> Option<&Path> {
     path.file_name()?;
     path.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent })
 }
 
-/// Whether two paths name the same entry of the same folder.
+/// Returns true if two paths name the same entry of the same folder.
 fn same_place(a: &Path, b: &Path) -> bool {
     let place =
         |path: &Path| Some((std::fs::canonicalize(folder_of(path)?).ok()?, path.file_name()?.to_owned()));
     matches!((place(a), place(b)), (Some(a), Some(b)) if a == b)
 }
 
-/// The reason without the path, which for some errors is that of a temporary file.
+/// The reason without the path, since some errors have the path of a temporary file.
 fn cause(error: &std::io::Error) -> String {
     match error.raw_os_error() {
         Some(code) => std::io::Error::from_raw_os_error(code).to_string(),

@@ -1,7 +1,7 @@
 //! Temporary files and folders that neither a failure nor a signal leaves behind.
 //!
-//! On Linux, a file has no name until it is whole: whatever ends the process, nothing is left. Other systems, some file
-//! systems and folders need a name from the beginning, which signals that can be handled remove.
+//! On Linux, a file has no name until it is whole, so nothing is left whatever ends the process. Other systems, some
+//! file systems, and folders need a name from the beginning; signals that can be handled remove it.
 
 use std::io::Result;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ impl Temporary {
     /// Creates a file in a folder with permission bits `mode`, less the process's umask, on systems that have them.
     pub(crate) fn create(folder: &Path, mode: u32) -> Result<Self> {
         signals::outlive_size_limits();
-        // Where this fails for another reason than the file system, so does a file with a name, which says why.
+        // If this fails for a reason other than the file system, creating a file with a name fails too, and says why.
         #[cfg(target_os = "linux")]
         if let Ok(file) = unnamed::Unnamed::create(folder, mode) {
             return Ok(Self::Unnamed(file));
@@ -70,7 +70,7 @@ mod unnamed {
         /// The link of the open file in `/proc`.
         path: PathBuf,
         folder: PathBuf,
-        /// Keeps the file.
+        /// Keeps the file alive.
         _file: File,
     }
 
@@ -79,7 +79,7 @@ mod unnamed {
             let mut options = File::options();
             let file = options.write(true).mode(mode).custom_flags(libc::O_TMPFILE).open(folder)?;
             let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-            // Without this file system, the file could not get a name.
+            // Without `/proc`, the file could not get a name.
             std::fs::metadata(&path)?;
             Ok(Self { path, folder: folder.to_owned(), _file: file })
         }
@@ -88,8 +88,8 @@ mod unnamed {
             &self.path
         }
 
-        /// A new name takes one step. A link never replaces a file: that takes another name first, under which the whole
-        /// file stays if the process is ended between two system calls.
+        /// Gives the file its name. A new name takes one step. A link never replaces a file, so replacing one takes a
+        /// temporary name first, under which the whole file stays if the process ends between the two system calls.
         pub(super) fn rename(self, to: &Path) -> Result<()> {
             let link = |name: &Path| -> Result<()> {
                 Ok(linkat(CWD, &self.path, CWD, name, AtFlags::SYMLINK_FOLLOW)?)
@@ -137,20 +137,20 @@ impl Named {
         Self::create(parent, |path| std::fs::create_dir(path))
     }
 
-    /// Writes a file of the folder. Under the lock, no file is added to a folder that is being removed.
+    /// Writes a file into the folder. The lock keeps files from being added to a folder that is being removed.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let _held = existing();
         std::fs::write(self.path.join(name), bytes)
     }
 
-    /// Gives it its name. Of a file, any other of that name is replaced.
+    /// Renames the file or folder. A file replaces any other file of that name.
     pub(crate) fn rename(self, to: &Path) -> Result<()> {
         let _held = existing();
         std::fs::rename(&self.path, to)
     }
 }
 
-/// Removes a file, or a folder with its files. Nothing has the name of what was renamed.
+/// Removes a file, or a folder with its files. After a rename, nothing has the temporary name.
 fn remove(path: &Path) {
     if std::fs::remove_file(path).is_err() {
         let _ = std::fs::remove_dir_all(path);
@@ -174,18 +174,19 @@ mod signals {
     use std::io::Result;
     use std::sync::{Arc, Mutex, Once, PoisonError};
 
-    /// Signals that end a process by default, and that a handler may follow.
+    /// Signals that end a process by default and can be handled.
     const ENDING: [i32; 10] =
         [SIGALRM, SIGHUP, SIGINT, SIGPROF, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM, SIGXCPU];
 
-    /// From here on, a write beyond the file size limit fails. By default, and where this cannot be set, it ends the process.
+    /// Makes a write beyond the file size limit fail from now on. By default, and where this cannot be set, such a
+    /// write ends the process.
     pub(super) fn outlive_size_limits() {
         static SET: Once = Once::new();
         SET.call_once(|| drop(signal_hook::flag::register(SIGXFSZ, Arc::default())));
     }
 
-    /// From here on, signals that end the process remove temporary files and folders first. The process still ends by the signal,
-    /// as shells and build tools expect. A file without a name needs none of it, and is gone at once.
+    /// Makes signals that end the process remove temporary files and folders first, from now on. The process still ends
+    /// by the signal, as shells and build tools expect. A file without a name needs no handler: it is gone at once.
     pub(super) fn clean_up_on() -> Result<()> {
         static IS_SET: Mutex<bool> = Mutex::new(false);
         let mut is_set = IS_SET.lock().unwrap_or_else(PoisonError::into_inner);
@@ -237,7 +238,7 @@ mod tests {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// File systems on which a file needs a name from the beginning are not at hand.
+    /// Tests files with a name directly, because no file system that needs one from the beginning is at hand.
     #[test]
     fn files_with_a_temporary_name() {
         let folder = tempfile::tempdir().unwrap();
