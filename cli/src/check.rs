@@ -44,7 +44,7 @@ pub(crate) struct CheckArgs {
     /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
-    /// Only cases whose name contains one of these
+    /// Run only cases whose name contains one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) filter: Vec<String>,
     /// List the selected cases instead of running them
@@ -59,13 +59,13 @@ pub(crate) struct CheckArgs {
     /// Run only one of N equal subsets of the cases, to divide them among processes: 0/N to N-1/N
     #[arg(long, value_name = "I/N", value_parser = shard, help_heading = DEVELOPERS)]
     pub(crate) shard: Option<Shard>,
-    /// End each tensor's allocation with the tensor, so that a memory checker sees reads past it; default between
-    /// guard bands
+    /// End each tensor's allocation with the tensor, so that a memory checker sees reads past it; by default tensors
+    /// lie between guard bands
     #[arg(long, help_heading = DEVELOPERS)]
     pub(crate) exact_memory: bool,
 }
 
-/// Heading of the options with which flashtile is tested itself.
+/// Heading of the options for tests of flashtile itself.
 const DEVELOPERS: &str = "Options for developers of flashtile";
 
 /// Largest number of random cases: they are all described before the first one runs.
@@ -105,7 +105,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
     Ok(if failed { ExitCode::from(WRONG) } else { ExitCode::SUCCESS })
 }
 
-/// Runs the cases; returns whether one failed.
+/// Runs the cases. Returns true if one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
     let runners = runners(args)?;
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| &**r as &dyn Runner).collect();
@@ -211,7 +211,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     Ok(runners)
 }
 
-/// The first device of every backend of this machine whose kernels the hardware bounds.
+/// The first device of every backend of this machine whose speed is limited by hardware.
 fn every_device() -> Vec<BackendName> {
     let all = BackendName::all().into_iter().filter(|(name, _)| name.device() == 0);
     let is_bound = |(name, found): (BackendName, flashtile::Result<_>)| {
@@ -233,7 +233,7 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     if !args.filter.is_empty() {
         cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));
     }
-    // The same names and random choices as in the property tests, so that their failures can be replayed here.
+    // Seeds give the names and random choices of the property tests, so that their failures can be replayed here.
     cases.extend(args.seeds.iter().cloned().flatten().map(seeded_case));
     if let Some(shard) = args.shard {
         cases = cases.into_iter().skip(shard.index).step_by(shard.of).collect();
@@ -250,7 +250,7 @@ struct Summary {
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// How often each reason skipped a case, with the details of the first.
+    /// Number of cases that each reason skipped, with the details of the first.
     reasons: BTreeMap<String, (usize, String)>,
     /// Largest error of a passed case for each dtype, relative to the limit of that case.
     nrmse: [f64; DTYPES.len()],
@@ -298,7 +298,7 @@ impl Summary {
 }
 
 impl Summary {
-    /// Why cases were skipped: a line for each reason, the most frequent first.
+    /// Reasons why cases were skipped, one line each, the most frequent first.
     fn skips(&self) -> Vec<String> {
         let mut reasons: Vec<_> = self.reasons.iter().collect();
         reasons.sort_by_key(|(_, (count, _))| Reverse(*count));
@@ -310,8 +310,8 @@ impl Summary {
     }
 }
 
-/// Error of a whole tensor relative to its limit. Limits are wider for large scores and many keys, so that errors
-/// alone are not comparable.
+/// Error of a whole tensor relative to its limit. Errors alone are not comparable, because limits are wider for large
+/// scores and many keys.
 fn of_limit(out: &Report) -> f64 {
     if out.nrmse == 0.0 { 0.0 } else { out.nrmse / out.limit }
 }

@@ -40,7 +40,7 @@ pub(crate) enum Command {
     Completions(CompletionsArgs),
 }
 
-/// The parser's error message without usage, on one line, with what was probably meant.
+/// The parser's error message on one line, without usage, with a suggestion if there is one.
 pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Failure {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
@@ -61,7 +61,7 @@ pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Fail
     Failure::new(format_args!("{message}; see --help"))
 }
 
-/// Texts in the context of an error.
+/// Strings of one kind in the context of an error.
 fn strings(error: &clap::Error, kind: ContextKind) -> Vec<String> {
     match error.get(kind) {
         Some(ContextValue::String(text)) => vec![text.clone()],
@@ -70,12 +70,12 @@ fn strings(error: &clap::Error, kind: ContextKind) -> Vec<String> {
     }
 }
 
-/// The failure of a line that ends where a subcommand is needed.
+/// The failure of a command line that lacks a subcommand.
 pub(crate) fn without_subcommand<S: AsRef<OsStr>>(line: &[S]) -> Failure {
     Failure::new(format_args!("a subcommand is needed, expected {}", subcommands(line)))
 }
 
-/// Names of the subcommands that may follow the subcommands of a line.
+/// Names of the subcommands that may follow the subcommands on a command line.
 fn subcommands<S: AsRef<OsStr>>(line: &[S]) -> String {
     let root = Cli::command();
     let mut command = &root;

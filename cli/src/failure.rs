@@ -1,4 +1,4 @@
-//! Why a command failed.
+//! The failure of a command: one line and an exit status.
 
 use crate::escape::escaped;
 use std::fmt;
@@ -10,7 +10,7 @@ const REFUSED: u8 = 2;
 /// Exit status of a command that found a wrong answer.
 pub(crate) const WRONG: u8 = 1;
 
-/// One line for the user: where, what, and what was expected.
+/// A failure in one line for the user: where, what, and what was expected.
 #[derive(Debug)]
 pub(crate) struct Failure {
     line: String,
@@ -34,7 +34,7 @@ impl Failure {
         Self { status: WRONG, ..Self::new(what) }
     }
 
-    /// The same line for a wrong answer.
+    /// Keeps the line and sets the status of a wrong answer.
     pub(crate) fn into_wrong(self) -> Self {
         Self { status: WRONG, ..self }
     }
@@ -61,7 +61,7 @@ impl From<flashtile::Error> for Failure {
 }
 
 impl fmt::Display for Failure {
-    /// A failure is always one line.
+    /// Escapes line breaks, so that a failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&escaped(&self.line, &[]))
     }

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile info\n  flashtile info --no-measure --json")]
 pub(crate) struct InfoArgs {
-    /// Threads whose limits are measured, at most as many as the machine has; default all
+    /// Threads to measure limits with, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
     /// Show what is known at once, without limits
@@ -43,14 +43,14 @@ fn backends() -> Vec<BackendState> {
     BackendName::all().into_iter().map(state).collect()
 }
 
-/// What `--backend auto` takes for a typical problem, and why.
+/// The choice of `--backend auto` for a typical problem, and why.
 struct Auto {
     name: &'static str,
     problem: &'static str,
     choice: Choice,
 }
 
-/// The choice for a prompt and for a step of decoding, with the heads of a model of 8 billion parameters.
+/// Choices for a prompt and for a step of decoding, with the heads of a model of 8 billion parameters.
 fn autos() -> Result<[Auto; 2]> {
     let shape = HeadShape { q_heads: 32, kv_heads: 8, head_dim: 128, value_dim: 128 };
     let choice = |steps: &[SeqLens]| {
@@ -72,14 +72,14 @@ fn autos() -> Result<[Auto; 2]> {
     ])
 }
 
-/// Rates that are measured: multiply-adds with each instruction set, and reads from memory.
+/// Measured rates: multiply-adds with each instruction set, and reads from memory.
 struct Limits {
     peaks: Vec<(Isa, Bound)>,
     bandwidth: Bound,
 }
 
 impl Limits {
-    /// Takes about a second on an idle machine, and longer on a busy one.
+    /// Measures all rates, which takes about a second on an idle machine, and longer on a busy one.
     fn measure(facts: &CpuFacts) -> Self {
         let isas = Cpu::isas();
         let progress = ticking(isas.len() as u64 + 1);
@@ -113,7 +113,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
         if args.json {
             return report::json(&as_json(&facts, measured().as_ref())?);
         }
-        // What is known at once does not wait for what is measured.
+        // Facts are printed before the measurements, which take a second or more.
         report::text(text(&known(&facts)?))?;
         measured().map_or(Ok(()), |limits| report::text(text(&limits.lines())))
     })?;
@@ -125,7 +125,7 @@ fn text(lines: &[(String, String)]) -> String {
     lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
 }
 
-/// What is not measured.
+/// Facts that need no measurement, as names and values.
 fn known(facts: &CpuFacts) -> Result<Vec<(String, String)>> {
     let isas: Vec<&str> = Cpu::isas().into_iter().map(Isa::name).collect();
     let size = |n: usize| report::bytes(n as f64);
@@ -149,7 +149,7 @@ fn known(facts: &CpuFacts) -> Result<Vec<(String, String)>> {
     Ok(lines)
 }
 
-/// Limits are null if they are not measured.
+/// All output as JSON. Limits are null if they are not measured.
 fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> Result<serde_json::Value> {
     let fma = limits.map(|limits| -> serde_json::Map<_, _> {
         limits

@@ -49,7 +49,7 @@ impl Work {
     }
 }
 
-/// A measured rate of the hardware, and which one it is.
+/// A measured limit of the hardware, and the rate that it limits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bound {
     pub(crate) rate: Rate,
@@ -80,7 +80,7 @@ impl Bound {
         Ok(if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth })
     }
 
-    /// The larger of two measurements of the same rate, since noise only lowers it.
+    /// The larger of two measurements of one rate, since noise only lowers a measurement.
     pub(crate) fn max(self, other: Self) -> Self {
         if other.limit.per_second > self.limit.per_second { other } else { self }
     }
@@ -93,7 +93,7 @@ impl Bound {
         }
     }
 
-    /// Fraction of the rate that is reached if the work takes this many seconds.
+    /// Fraction of the limit that the work reaches if it takes this many seconds.
     pub(crate) fn fraction(&self, work: &Work, seconds: f64) -> f64 {
         self.seconds(work) / seconds
     }

@@ -6,7 +6,7 @@ use strsim::osa_distance;
 /// Names, ordered by distance from `given`.
 fn sorted<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let mut names: Vec<&str> = names.into_iter().collect();
-    // If one text begins with the other, the rest may have been left out on purpose.
+    // If one text begins with the other, the rest may be missing on purpose.
     names.sort_by_cached_key(|name| {
         let begins = name.starts_with(given) || given.starts_with(name);
         (!begins, osa_distance(given, name))
@@ -14,7 +14,7 @@ fn sorted<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a 
     names
 }
 
-/// `expected a, b, c`: all of a few names, the nearest to `given` first.
+/// `expected a, b, c`: all names, of which there are few, the nearest to `given` first.
 pub(crate) fn expected<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     format!("expected {}", sorted(given, names).join(", "))
 }

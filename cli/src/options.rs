@@ -54,16 +54,15 @@ impl Semantics {
 /// How a cache stores keys and values.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
-    /// Codec of the keys, which are stored in a cache that attention reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or
-    /// mlx-native's mlx-tq8 to mlx-tq4; default no cache. For the backends cpu, cuda
-    /// and reference, and partly for the simulator
+    /// Codec of the keys in a cache, which attention then reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or mlx-native's
+    /// mlx-tq8 to mlx-tq4; default no cache. The backends cpu, cuda and reference support it, the simulator in part
     #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, like --k-codec
     #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) v_codec: Option<Codec>,
-    /// Subtract the mean of the first 256 keys from keys that are quantized: exact up to rounding, and needed if keys
-    /// have a large constant component. Plans do not depend on it
+    /// Subtract the mean of the first 256 keys before keys are quantized: exact up to rounding, and needed if keys have
+    /// a large constant component. Plans do not depend on it
     #[arg(long = "center-keys", visible_alias = "center", aliases = ["centre", "centre-keys"])]
     pub(crate) center: bool,
 }
@@ -122,12 +121,12 @@ pub(crate) struct CpuArgs {
     pub(crate) threads: Option<usize>,
 }
 
-/// What auto is where a problem is computed or planned.
+/// The help for `auto` of commands that compute or plan a problem.
 pub(crate) const AUTO: &str = "The backend with the least estimated time for the problem, copies to a device included; the cpu \
                                if --isa or --threads is given";
 
-/// Names of backends, and what auto is for a command. Help shows the ones that the command supports; others are refused with the
-/// reason.
+/// A parser of names of backends; `auto` is the help for that name. Help lists the backends that the command supports;
+/// `hidden` ones are refused with the reason.
 pub(crate) fn backend(
     auto: &'static str,
     hidden: &'static [&'static str],
@@ -150,7 +149,7 @@ impl TypedValueParser for BackendParser {
         arg: Option<&Arg>,
         text: &OsStr,
     ) -> Result<BackendName, clap::Error> {
-        // Of a name without a number, clap lists all that there are, and the closest one.
+        // If a name without a number is wrong, clap lists all names, and the closest one.
         if text.to_string_lossy().contains(':') {
             named.parse_ref(command, arg, text)
         } else {
@@ -168,7 +167,7 @@ fn named(name: &str) -> Result<BackendName, String> {
 }
 
 impl CpuArgs {
-    /// The options that were given, which only the cpu backend has.
+    /// Names of the given options, which apply to the cpu backend only.
     pub(crate) fn given(self) -> Vec<&'static str> {
         let all = [("--isa", self.isa.is_some()), ("--threads", self.threads.is_some())];
         all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name).collect()
@@ -231,7 +230,7 @@ fn cached(text: &str) -> Result<Cached, String> {
     Ok(cached)
 }
 
-/// Which kernels of a CUDA device.
+/// The kernels of a CUDA device to use.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct KernelsArg {
     /// Kernels of a CUDA device; auto takes native ones, or portable ones below compute capability 8.0 and over caches

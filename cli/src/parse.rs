@@ -62,7 +62,8 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(inside).ok_or_else(|| "expected a finite number above 0".to_owned())
 }
 
-/// More threads than the machine has would wait for each other, and measurements would mean nothing.
+/// A number of threads, at most as many as the machine has: more would wait for each other, and measurements would mean
+/// nothing.
 pub(crate) fn threads(text: &str) -> Result<usize, String> {
     let available = std::thread::available_parallelism().map_or(1, NonZero::get);
     let inside = |n: &usize| (1..=available).contains(n);

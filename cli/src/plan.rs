@@ -26,14 +26,14 @@ use std::process::ExitCode;
 
 /// Show what would run for a problem, why, and which tiles it visits
 ///
-/// The problem comes from a file or is described by options. Nothing is computed, so that problems and machines may
-/// be larger than this one.
+/// The problem comes from a file or is described by options. Nothing is computed, so the problem or the machine to plan
+/// for may be larger than this machine.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile plan --q-len 4096 --head-dim 128 --causal --window 1023\n  \
     flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg\n  \
     flashtile plan --cached 1:8192x64 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal --device h200")]
 pub(crate) struct PlanArgs {
-    /// Safetensors file, .npz archive or folder of .npy files whose problem is planned, instead of a described one
+    /// Safetensors file, .npz archive or folder of .npy files with the problem, instead of a described one
     #[arg(value_name = "FILE", conflicts_with = "Shape")]
     pub(crate) input: Option<PathBuf>,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub(crate) struct PlanArgs {
     pub(crate) kernels: KernelsArg,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
-    /// Splits of at least one block of keys into which the keys are divided for parallel work
+    /// Number of splits of the keys for parallel work, each at least one block of keys
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
     /// Sequence whose tiles to draw, counted from 0
@@ -97,7 +97,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         });
         let shown = Shown { device: &device, reason: &reason, plan: &plan, order, stored };
         match sequence {
-            // A problem without sequences has no tiles to draw, so that any --sequence is out of range.
+            // A problem without sequences has no tiles to draw, so --sequence is out of range unless it is the default.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
                 if args.json { report::json(&shown.json(None)) } else { report::text(shown.text()) }
             }
@@ -125,8 +125,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Text in which many equal lines after each other are one line with their number: `  ████ x 32`. Two equal lines stay,
-/// so that diagonals keep their shape.
+/// Replaces three or more successive equal lines by one with their number: `  ████ x 32`. Two equal lines stay, so that
+/// diagonals keep their shape.
 fn collapsed(text: &str) -> String {
     const MIN_EQUAL: usize = 3;
     let lines: Vec<&str> = text.lines().collect();
@@ -137,7 +137,7 @@ fn collapsed(text: &str) -> String {
     lines.chunk_by(|a, b| a == b).map(of_equal).collect()
 }
 
-/// The problem, and the layout in which its shapes are shown.
+/// The problem, and the layout that shows its shapes.
 fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
     match &args.input {
         Some(path) => {
@@ -227,7 +227,7 @@ fn steps(args: &PlanArgs) -> Result<Problem> {
     })
 }
 
-/// The machine to plan for, why its backend was taken, and the plan.
+/// The machine to plan for, the reason for its backend, and the plan.
 struct Target {
     device: String,
     reason: String,
@@ -252,7 +252,7 @@ impl Target {
     }
 }
 
-/// Facts of a machine that --device names.
+/// Looks up the facts of a machine by its name.
 fn known(name: &str) -> Result<AnyFacts> {
     let all = known_machines();
     all.iter().find(|(known, _)| *known == name).map(|(_, facts)| facts.clone()).ok_or_else(|| {
@@ -267,7 +267,7 @@ struct Shown<'a> {
     reason: &'a str,
     plan: &'a AnyPlan,
     order: Order,
-    /// The codecs of a cache, if keys and values are not stored as they are.
+    /// The codecs of a cache; `None` if attention reads the tensors directly.
     stored: Option<Stored>,
 }
 
@@ -354,7 +354,7 @@ impl Shown<'_> {
     }
 }
 
-/// Visible pairs relative to all pairs of queries and keys; 0 if there are none.
+/// Fraction of all pairs of queries and keys that are visible; 0 if there are no pairs.
 fn visible_fraction(problem: &Problem) -> f64 {
     let all: f64 = problem.sequences().iter().map(|s| s.q_len as f64 * s.kv_len as f64).sum();
     if all == 0.0 { 0.0 } else { problem.visible_pairs() as f64 / all }

@@ -8,8 +8,8 @@ use serde_json::Value;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
-/// Writes text to standard output, with what could disturb a terminal [`escaped`], which leaves JSON the same value.
-/// It is not a failure if the reader has gone away (`flashtile bench | head`).
+/// Writes text to standard output. Characters that could disturb a terminal are [`escaped`], which keeps the value of
+/// JSON. It is not a failure if the reader has gone away (`flashtile bench | head`).
 pub(crate) fn text(text: impl Display) -> Result<()> {
     let text = text.to_string();
     let mut out = std::io::stdout().lock();
@@ -55,8 +55,8 @@ pub(crate) fn help(help: impl Display) {
     let _ = writeln!(std::io::stderr(), "{help}");
 }
 
-/// Characters kept at the start and at the end of a line on standard error. Names and numbers from a file may have
-/// any length.
+/// Number of characters kept at the start and at the end of a line on standard error. Names and numbers from a file may
+/// have any length.
 const MAX_START: usize = 1500;
 const MAX_END: usize = 300;
 
@@ -94,15 +94,15 @@ pub(crate) fn flops(n: f64) -> String {
 /// Largest number of names that a message lists.
 const MAX_NAMES: usize = 4;
 
-/// `a, b, c, d and 3 more`.
+/// The first names, and the number of the others: `a, b, c, d and 3 more`.
 pub(crate) fn some(names: &[&str]) -> String {
     first(names, MAX_NAMES)
 }
 
-/// Largest number of axes of a shape that a message lists; no tensor that is read has as many.
+/// Largest number of axes of a shape that a message lists. No tensor that is read has that many.
 const MAX_AXES: usize = 8;
 
-/// `[2, 3]`, or the first axes of a shape that no tensor may have: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
+/// A shape: `[2, 3]`, or if no tensor may have so long a shape, its first axes: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
 pub(crate) fn shape(shape: &[usize]) -> String {
     format!("[{}]", first(shape, MAX_AXES))
 }

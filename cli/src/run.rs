@@ -21,7 +21,7 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What `run --help` says about files. Not a doc comment: brackets and line breaks are literal.
+/// The long help of `run`. It is not a doc comment, so that brackets and line breaks stay literal.
 const RUN_HELP: &str = "\
 Compute attention of the tensors in a safetensors file
 
@@ -83,13 +83,13 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) semantics: Semantics,
     /// Refuse a file with tensors that are not recognised, instead of noting them; out and lse are recognised, and
-    /// compared with or without this
+    /// compared either way
     #[arg(long)]
     pub(crate) strict: bool,
     #[command(flatten)]
     pub(crate) storage: Storage,
-    /// Splits of at least one block of keys into which the keys are divided for parallel work; the result does not
-    /// depend on it
+    /// Number of splits of the keys for parallel work, each at least one block of keys; the result does not depend on
+    /// it
     #[arg(long, value_name = "N", value_parser = parse::count)]
     pub(crate) splits: Option<usize>,
     /// Compute gradients, which this build does not support
@@ -102,13 +102,14 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
 }
 
-/// No repetition begins that would not end within this many seconds after the first began.
+/// Seconds that all repetitions may take together: a repetition that would exceed them does not begin.
 const MEASURE_SECONDS: f64 = 0.3;
 
 /// Largest number of repetitions: more do not make the median steadier.
 const MAX_REPETITIONS: usize = 31;
 
-/// Operations and seconds below which a fraction of the limit means nothing: calls dominate the time, not kernels.
+/// A fraction of the limit means nothing below this number of operations or seconds, because calls dominate the time,
+/// not kernels.
 const MIN_FLOPS: f64 = 1e8;
 const MIN_SECONDS: f64 = 200e-6;
 
@@ -122,7 +123,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
             report::json(&json)?;
         } else {
             let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
-            // Options that restrict the cpu are a reason that the user knows.
+            // If options restrict the cpu, the user knows the reason.
             let chosen = args.backend.is_auto() && args.cpu.given().is_empty();
             let auto = chosen.then(|| format!("  auto takes {}", done.choice));
             report::line(format_args!("{}{}{compared}", done.line(), auto.unwrap_or_default()))?;
@@ -151,7 +152,7 @@ fn refuse_what_does_not_apply(args: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// The plan that ran, and how long it took.
+/// The plan that ran, and its time.
 struct Done {
     choice: Choice,
     plan: AnyPlan,
@@ -222,8 +223,8 @@ fn count(shape: [usize; 4]) -> Result<usize> {
     count.ok_or_else(|| Failure::new(format_args!("out {shape:?} is not addressable")))
 }
 
-/// Out and lse of attention over a cache, whose rows of all sequences lie one after another, in the order of the
-/// operands: out as q, lse `[batch, heads, rows]` from `[heads, batch * rows]`.
+/// Reorders out and lse of attention over a cache, where the rows of all sequences lie one after another, to the order
+/// of the operands: out to that of q, lse from `[heads, batch * rows]` to `[batch, heads, rows]`.
 fn by_sequence(operands: &Operands<'_>, out: &Buffer, lse: &mut Buffer) -> Result<(Buffer, Buffer)> {
     let dims = operands.problem.dims();
     let [batch, heads, rows] = dims.lse_shape();
@@ -247,7 +248,7 @@ fn by_sequence(operands: &Operands<'_>, out: &Buffer, lse: &mut Buffer) -> Resul
 struct Job<'a> {
     operands: &'a Operands<'a>,
     cached: Option<&'a Cached>,
-    /// The operands, or the cache's, with the rows of all sequences one after another.
+    /// The problem of the operands, or that of the cache, where the rows of all sequences lie one after another.
     problem: &'a Problem,
 }
 
@@ -268,8 +269,8 @@ impl Job<'_> {
     }
 }
 
-/// Memory of the results: out in the layout of q, lse `[batch, heads, queries]`; over a cache, out `[total, heads,
-/// dim]` and lse `[heads, total]`.
+/// Memory of the results. Out has the layout of q, and lse is `[batch, heads, queries]`; over a cache, out is `[total,
+/// heads, dim]`, and lse `[heads, total]`.
 struct Results<'a> {
     out: &'a mut Buffer,
     lse: &'a mut Buffer,
@@ -285,7 +286,7 @@ impl<'a> Results<'a> {
     }
 }
 
-/// Runs on the chosen backend. The time is that of kernels, without copies between host and device.
+/// Runs and times the plan on the chosen backend. The time is that of kernels, without copies between host and device.
 fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let plan = planned(&choice, asked, job.problem)?;
     let (backend, dtype) = (&*choice.backend, job.problem.dtype());
@@ -297,12 +298,12 @@ fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>
     let mut run = backend.timed(&plan, &[inputs], &outputs)?;
     let (seconds, repetitions) = match unit {
         Some(_) => median(|| Ok(run.seconds(&mut outputs)?))?,
-        // Backends without kernels of their own are slow, and their time is no measure of anything.
+        // Backends without kernels of their own are slow, and their time measures nothing.
         None => (run.seconds(&mut outputs)?, 1),
     };
     run.download(&mut outputs)?;
     drop(run);
-    // The machine may have been busy at one of the two times.
+    // The machine may have been busy during one of the two measurements.
     let again = |bound: Bound| Ok::<Bound, Failure>(bound.max(Bound::measure(backend, bound.rate, dtype)?));
     let bound = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
     let Job { operands, .. } = job;
@@ -310,7 +311,7 @@ fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>
     Ok(Done { plan, unit, problem, order, stored, work, seconds, repetitions, bound, choice })
 }
 
-/// Median time of warm runs and their number, or the time of the first run if there is no time for another.
+/// Median time and number of warm runs, or the time of the first run if there is no time for another.
 fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     let first = run()?;
     let (mut spent, mut last) = (first, first);

@@ -1,4 +1,4 @@
-//! The backend that a command computes or plans with, and why.
+//! Selection of the backend that a command computes or plans with.
 
 use crate::failure::{Failure, Result};
 use crate::machine;
@@ -6,7 +6,7 @@ use crate::options::CpuArgs;
 use flashtile::{AnyPlan, BackendName, Choice, PlanOptions, Problem, Unsupported};
 use std::sync::Arc;
 
-/// Selects the backend that is asked for, and plans; auto is the library's choice, unless options restrict the cpu.
+/// Selects the backend that is asked for, and plans. The library chooses for auto, unless options restrict the cpu.
 pub(crate) fn select(
     asked: BackendName,
     cpu: CpuArgs,
@@ -28,7 +28,7 @@ pub(crate) fn select(
 /// The plan of a choice.
 ///
 /// # Errors
-/// Why there is none, naming the option that asks for it.
+/// If there is none. The failure names the option that asks for it.
 pub(crate) fn planned(choice: &Choice, asked: BackendName, problem: &Problem) -> Result<AnyPlan> {
     choice.plan.clone().map_err(|error| match error {
         Unsupported::Kernels { .. } if asked.is_auto() => {
@@ -40,7 +40,7 @@ pub(crate) fn planned(choice: &Choice, asked: BackendName, problem: &Problem) ->
     })
 }
 
-/// Why there is no plan, in terms of the options.
+/// The failure of a problem without a plan, in terms of the options.
 pub(crate) fn unplanned(
     problem: &Problem,
     plan: impl Fn(PlanOptions) -> std::result::Result<AnyPlan, Unsupported>,
