@@ -2,7 +2,7 @@
 
 use crate::svg::{self, AXIS, Anchor, GRID, INK, MUTED, PAGE, Point, Rect, SIZE, Svg, Words};
 
-/// Where lines are drawn, relative to the panel.
+/// Margins of the area where lines are drawn, and its height.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = 20.0;
 const HEIGHT: f64 = 290.0;
@@ -16,7 +16,7 @@ const COLOURS: [&str; 12] = [
     "#1fa5b5", "#5b6ad0", "#5f8a1f",
 ];
 
-/// Values as positions: linear, or by their logarithms.
+/// Maps values to positions, linearly or by their logarithms.
 pub(crate) struct Axis {
     pub(crate) name: &'static str,
     pub(crate) low: f64,
@@ -27,7 +27,7 @@ pub(crate) struct Axis {
 }
 
 impl Axis {
-    /// Position of a value between the ends, which are 0 and 1.
+    /// Position of a value: 0 at the low end, 1 at the high end.
     fn position(&self, value: f64) -> f64 {
         let scale = |x: f64| if self.is_logarithmic { x.ln() } else { x };
         (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
@@ -47,7 +47,7 @@ pub(crate) fn powers(low: f64, high: f64) -> Vec<(f64, String)> {
 pub(crate) struct Line {
     pub(crate) name: String,
     pub(crate) points: Vec<(f64, f64)>,
-    /// Further points with its colour, which the line does not connect.
+    /// Further points in its colour that the line does not connect.
     pub(crate) apart: Vec<(f64, f64)>,
     /// Draw points as rings; otherwise as discs.
     pub(crate) rings: bool,
@@ -65,21 +65,21 @@ pub(crate) struct Mark {
     pub(crate) label: String,
 }
 
-/// A chart.
+/// A chart with its title and axes.
 pub(crate) struct Panel {
     pub(crate) title: String,
     pub(crate) x: Axis,
     pub(crate) y: Axis,
     pub(crate) lines: Vec<Line>,
-    /// A value of the y axis that has a line and a label.
+    /// A value of the y axis that is marked by a line and a label.
     pub(crate) level: Option<(f64, String)>,
-    /// Points that stand out, connected with each other; the legend has their labels.
+    /// Highlighted points, connected with each other; the legend has their labels.
     pub(crate) chosen: Vec<Mark>,
-    /// Points of lines with labels.
+    /// Points of lines that have labels beside them.
     pub(crate) names: Vec<Mark>,
 }
 
-/// The picture of some panels.
+/// Draws panels one below another.
 pub(crate) fn document(title: &str, panels: &[Panel]) -> String {
     let titles: Vec<&str> = panels.iter().map(|panel| panel.title.as_str()).collect();
     let mut svg = Svg::new(title, &titles.join("; "));
@@ -120,7 +120,7 @@ impl Panel {
         area.bottom() + 56.0
     }
 
-    /// Names of the lines and of the chosen points in rows above them; returns where lines may begin.
+    /// Draws the names of the lines and of the chosen points in rows. Returns where the chart may begin.
     fn draw_legend(&self, svg: &mut Svg, top: f64) -> f64 {
         let (mut x, mut y) = (LEFT, top);
         let mut next = |name: &str| {
@@ -178,7 +178,7 @@ fn place(panel: &Panel, area: Rect, (x, y): (f64, f64)) -> Point {
     }
 }
 
-/// A point of a line.
+/// Draws a point of a line.
 fn dot(svg: &mut Svg, line: &Line, colour: &str, at: Point) {
     if line.rings {
         svg.ring(colour, PAGE, 3.5, at);
@@ -187,7 +187,7 @@ fn dot(svg: &mut Svg, line: &Line, colour: &str, at: Point) {
     }
 }
 
-/// One of the points that stand out: the first as a ring.
+/// Draws a highlighted point: the first as a ring, others as discs.
 fn chosen_dot(svg: &mut Svg, nth: usize, at: Point) {
     if nth == 0 {
         svg.ring(INK, "none", 6.0, at);
@@ -199,7 +199,8 @@ fn chosen_dot(svg: &mut Svg, nth: usize, at: Point) {
 /// Distance of a label from its point.
 const APART: f64 = 8.0;
 
-/// Draws words above a point, to its right or, where the area ends, to its left: lines of errors and of speed leave that place free.
+/// Draws words above a point and to its right, or to its left where the area ends. Lines of errors and of speed leave
+/// that place free.
 fn draw_label(svg: &mut Svg, area: Rect, at: Point, words: Words<'_>) {
     let is_inside = at.x + APART + svg::width(words.text, words.size) <= area.right();
     let (x, anchor) = if is_inside { (at.x + APART, Anchor::Start) } else { (at.x - APART, Anchor::End) };

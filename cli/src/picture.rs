@@ -6,7 +6,7 @@ use crate::svg::{self, AXIS, Anchor, MUTED, Point, Rect, Svg, Words};
 use flashtile::{Problem, Sequence};
 use std::ops::Range;
 
-/// What a kernel does with a tile of query rows and keys.
+/// The kind of a tile of query rows and keys, which decides what a kernel does with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TileKind {
     /// No row sees a key of the block.
@@ -81,7 +81,7 @@ impl Counts {
     }
 }
 
-/// Tiles of one sequence and one key/value head: rows are pairs (position, head of the GQA group), ordered by
+/// Tiles of one sequence and one key/value head. Rows are packed: (position, head of the GQA group) pairs, ordered by
 /// position.
 pub(crate) struct Tiles<'a> {
     pub(crate) problem: &'a Problem,
@@ -103,8 +103,8 @@ impl Tiles<'_> {
 
     /// Blocks that any row of tile `t` sees, and the blocks among them that every row sees completely.
     ///
-    /// The ends of a row's visible interval never move back from row to row, and the intervals of neighbouring rows
-    /// touch, so that the first and the last row of a tile decide.
+    /// The first and the last row of a tile decide, because the ends of the visible interval never move back from row
+    /// to row, and the intervals of neighbouring rows touch.
     fn blocks(&self, t: usize) -> (Range<usize>, Range<usize>) {
         let gqa_group = self.problem.dims().gqa_group();
         let total = self.sequence.q_len * gqa_group;
@@ -157,7 +157,7 @@ impl Tiles<'_> {
         const WIDTH: usize = 64;
         let cells = self.cells(HEIGHT, WIDTH);
         let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
-        // Few blocks are drawn wide, many are drawn narrow.
+        // Cells are wide if there are few blocks, and narrow if there are many.
         let columns = WIDTH / width.max(1);
         let mut text = String::new();
         for row in &cells {
@@ -175,14 +175,14 @@ impl Tiles<'_> {
         text
     }
 
-    /// A note about tiles that share a cell, where there are fewer cells than tiles.
+    /// A note that tiles share cells, if there are fewer cells than tiles.
     fn reduced(&self, height: usize, width: usize) -> Option<String> {
         let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
         let is_reduced = tiles > height || blocks > width;
         is_reduced.then(|| format!("{tiles} x {blocks} tiles drawn in {height} x {width} cells"))
     }
 
-    /// The same picture as SVG; `kernel` is what would compute the tiles.
+    /// Writes the picture as SVG; `kernel` is the kernel that would compute the tiles.
     pub(crate) fn svg(&self, kernel: &str, destination: &Destination) -> Result<()> {
         destination.text(&self.document(kernel))
     }
@@ -226,7 +226,7 @@ impl Tiles<'_> {
         svg.document(y + 18.0)
     }
 
-    /// Ticks at token positions, and the names of both axes.
+    /// Draws ticks at token positions, and the names of both axes.
     fn draw_axes(&self, svg: &mut Svg, area: Rect) {
         /// Least distance of ticks in pixels.
         const APART: f64 = 40.0;
@@ -248,7 +248,8 @@ impl Tiles<'_> {
         svg.upwards("query", Point { x: 24.0, y: area.top + area.height / 2.0 });
     }
 
-    /// Rectangles that cover the cells of a kind: runs within a row of cells, and equal runs of successive rows as one.
+    /// Rectangles that cover the cells of a kind: runs within a row of cells, with equal runs of successive rows
+    /// merged.
     fn runs(&self, kind: TileKind, area: Rect) -> Vec<Rect> {
         let cells = self.cells(CELLS, CELLS);
         let (tiles, blocks) = (self.row_tiles(), self.key_blocks());

@@ -5,7 +5,7 @@ use std::fmt::Write;
 /// Width of every picture in pixels, about that of a column of text.
 pub(crate) const WIDTH: f64 = 800.0;
 
-/// Colours on a light page. [`DARK`] has another for those that would not stand out from a dark one.
+/// Colours on a light page. [`DARK`] replaces the ones that would not stand out from a dark page.
 pub(crate) const PAGE: &str = "#ffffff";
 pub(crate) const INK: &str = "#1f2328";
 pub(crate) const MUTED: &str = "#59636e";
@@ -68,7 +68,7 @@ pub(crate) struct Words<'a> {
     pub(crate) size: f64,
     pub(crate) colour: &'a str,
     pub(crate) is_bold: bool,
-    /// Drawn on the page's colour, where lines would cross the words.
+    /// True if the page's colour surrounds the words, because lines would cross them.
     pub(crate) has_halo: bool,
 }
 
@@ -112,7 +112,7 @@ pub(crate) struct Svg {
 }
 
 impl Svg {
-    /// A picture with a title and a description for readers that do not see it.
+    /// An empty picture with a title, and a description for readers who do not see it.
     pub(crate) fn new(title: &str, description: &str) -> Self {
         Self { title: title.to_owned(), description: description.to_owned(), body: String::new() }
     }
@@ -142,7 +142,7 @@ impl Svg {
         ));
     }
 
-    /// Words that are read upwards, with their middle at a point.
+    /// Draws words that are read upwards, with their middle at a point.
     pub(crate) fn upwards(&mut self, text: &str, at: Point) {
         let (x, y, text) = (Px(at.x), Px(at.y), Escaped(text));
         self.add(format_args!(
@@ -151,7 +151,7 @@ impl Svg {
         ));
     }
 
-    /// Rectangles of one colour, whose edges lie on whole pixels of the screen: neighbours leave no gap.
+    /// Draws rectangles of one colour. Their edges lie on whole pixels of the screen, so that neighbours leave no gap.
     pub(crate) fn rectangles(&mut self, colour: &str, rectangles: &[Rect]) {
         self.add(format_args!("<g fill=\"{colour}\" shape-rendering=\"crispEdges\">"));
         for Rect { left, top, width, height } in rectangles {
@@ -168,7 +168,7 @@ impl Svg {
         ));
     }
 
-    /// A line through points.
+    /// Draws a line through points.
     pub(crate) fn path(&mut self, colour: &str, thickness: f64, points: &[Point]) {
         let mut path = String::new();
         for (n, Point { x, y }) in points.iter().enumerate() {
@@ -185,7 +185,7 @@ impl Svg {
         self.add(format_args!("<circle cx=\"{x}\" cy=\"{y}\" r=\"{radius}\" fill=\"{colour}\"/>"));
     }
 
-    /// A ring, whose inside has the page's colour where it is to stand out from lines.
+    /// Draws a ring. Its inside has the page's colour if it must stand out from lines.
     pub(crate) fn ring(&mut self, colour: &str, inside: &str, radius: f64, at: Point) {
         let (x, y, radius) = (Px(at.x), Px(at.y), Px(radius));
         self.add(format_args!(
@@ -214,7 +214,7 @@ impl Svg {
     }
 }
 
-/// Pixels, to a tenth.
+/// A number of pixels, printed to a tenth.
 struct Px(f64);
 
 impl std::fmt::Display for Px {
@@ -243,8 +243,8 @@ impl std::fmt::Display for Escaped<'_> {
     }
 }
 
-/// Token positions from 0 to `end`, which is one, at distances that are a power of two: at most `count` steps. Before
-/// the end the distance may be up to half a step more.
+/// Token positions of ticks: from 0 to `end`, which is one, in at most `count` steps of a power of two. The last step
+/// may be up to half a step longer.
 pub(crate) fn token_ticks(end: usize, count: usize) -> Vec<usize> {
     let step = end.div_ceil(count.max(1)).max(1).next_power_of_two();
     let mut ticks: Vec<usize> = (0..=end / step).map(|n| n * step).collect();
