@@ -21,11 +21,11 @@ use rayon::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Query rows that are checked against the oracle.
+/// Number of query rows that are checked against the oracle.
 const CHECKED_ROWS: usize = 4;
 
-/// Distinct rows of codes, after which they repeat, since drawing random values takes longer than encoding them. Not
-/// a power of two, so that heads and pages begin with different rows.
+/// Number of distinct rows of codes. They repeat, since drawing random values takes longer than encoding them. It is
+/// not a power of two, so that heads and pages begin with different rows.
 const DISTINCT_ROWS: usize = 4099;
 
 /// A measured row.
@@ -59,7 +59,7 @@ impl Measured {
     }
 }
 
-/// Keys or values.
+/// Stored keys or values.
 enum Stored {
     Elements(Buffer, Dtype),
     Codes(Box<CodePages>),
@@ -125,7 +125,7 @@ struct Operands {
     tables: Option<BlockTables>,
 }
 
-/// Tables of a row's sequences, and the number of pages of the pool, which are in random order.
+/// Block tables of a row's sequences, and the number of pages of the pool. The pages are in random order.
 fn tables(row: &Row) -> (BlockTables, usize) {
     let (page, shared) = (row.page, row.shared() / row.page);
     let sequences = row.problem.sequences();
@@ -249,7 +249,7 @@ struct Subject<'a> {
     /// The plan without shared prefixes, for a row that has them.
     apart: Option<AnyPlan>,
     copies: Vec<Operands>,
-    /// Seconds to compile and load the kernels, where that was not done before.
+    /// Seconds to compile and load the kernels, if that was not done before.
     prepare: f64,
 }
 
@@ -263,7 +263,7 @@ impl<'a> Subject<'a> {
         let prepare = started.elapsed().as_secs_f64();
         let mut copies = vec![Operands::random(row, 1)?];
         if row.kind == Kind::Decode {
-            // A cache under decode was not read a moment ago.
+            // In decode, a cache is cold: it was not read a moment ago.
             for _ in 1..planner.backend.cold_copies(plan.kv_bytes()) {
                 copies.push(copies[0].copy()?);
             }
@@ -279,7 +279,7 @@ impl<'a> Subject<'a> {
         let mut run = backend.timed(&self.plan, &inputs, &outputs(problem, &mut out)?)?;
         run.compute(&mut outputs(problem, &mut out)?)?;
         let nrmse = check(problem, self.plan.accumulation(), &self.copies[0], &out)?;
-        // Without prefixes, other copies than the ones that were just read.
+        // The run without prefixes starts with other copies than the ones that were just read.
         inputs.rotate_left(self.copies.len() / 2);
         let apart = match &self.apart {
             None => None,
@@ -317,8 +317,8 @@ impl Timer<'_> {
         Ok(())
     }
 
-    /// Measures the host's time of a launch, and returns all results. Called when every row of a call of [`measure`] has its times: a
-    /// device computes these launches back to back, and lowers its clock meanwhile.
+    /// Measures the host time per launch, and returns all results. [`measure`] calls this when all its rows have their
+    /// times, because a device computes these launches back to back and lowers its clock meanwhile.
     fn measured(mut self) -> Result<Measured> {
         let host = self.run.host_seconds()?;
         let Subject { row, plan, copies, prepare, .. } = self.subject;
@@ -338,11 +338,11 @@ impl Timer<'_> {
     }
 }
 
-/// Least number of times of a row.
+/// Smallest number of times of a row.
 const MIN_TIMES: usize = 3;
 
-/// Checks and measures rows for `min_time` seconds each on average, in turns, so that changes of the machine's load affect all rows and
-/// their ratios stay meaningful.
+/// Checks and measures rows for `min_time` seconds each on average. Rows take turns, so that changes of the machine's
+/// load affect all of them and their ratios stay meaningful.
 pub(super) fn measure(planner: &Planned, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let subjects = rows.iter().map(|row| Subject::new(planner, row)).collect::<Result<Vec<_>>>()?;
     let timers = subjects.iter().map(|subject| subject.timer(&*planner.backend));
@@ -363,7 +363,7 @@ fn turns(seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-/// The same problem without shared prefixes, if it has any.
+/// The problem without shared prefixes; `None` if it has no prefixes.
 fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
     let mut desc = problem.desc().clone();
     if desc.prefixes.is_empty() {
@@ -402,7 +402,7 @@ fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out
     }
 }
 
-/// One query row, as a problem of its own.
+/// Computes one query row as a problem of its own.
 fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Attention> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
@@ -420,7 +420,7 @@ fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) 
         for j in 0..s.kv_len {
             let place = match &operands.tables {
                 None => Some((b, s.kv_start + j)),
-                // Nor are tokens visible that are no longer kept.
+                // Tokens that the cache no longer keeps are not visible.
                 Some(tables) => tables.locate(sequence, j),
             };
             match place {

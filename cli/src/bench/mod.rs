@@ -97,7 +97,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The backend that --backend names, with options that apply to it.
+/// Opens the backend that --backend names, and refuses options that do not apply to it.
 fn backend(args: &BenchArgs) -> Result<Arc<dyn Backend>> {
     let name = args.backend.backend();
     if args.backend.is_auto() || name == "cpu" {
@@ -120,7 +120,7 @@ fn unit(backend: &dyn Backend, dtype: Dtype) -> Result<Unit> {
     backend.unit(dtype).ok_or_else(|| Failure::at("--backend", what))
 }
 
-/// The device in the first line of the output.
+/// Describes the device in the first line of the output.
 fn described(backend: &dyn Backend) -> String {
     match backend.facts().of::<CpuFacts>() {
         Some(facts) => format!("{}, {}", facts.isa, report::counted(facts.threads, "thread")),

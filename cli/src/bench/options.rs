@@ -38,7 +38,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
     /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768). LOW..HIGH spreads
-    /// the lengths of a batch over the range: of cached sequences, or of packed ones of prefill, each of which is
+    /// the lengths of a batch over the range: lengths of cached sequences, or in prefill of packed sequences, each
     /// computed as a whole
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
@@ -54,8 +54,7 @@ pub(crate) struct BenchArgs {
     /// Batch entries; default 1
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) batch: Vec<usize>,
-    /// Layout of the keys and values of decode rows; a ring holds the last keys of sequences that are half as long
-    /// again
+    /// Layout of the keys and values of decode rows; a ring holds the last keys of sequences that are 1.5 times as long
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
     pub(crate) cache: Vec<CacheKind>,
     /// Tokens per page of a paged cache, whose pages are in random order; default 16
@@ -150,7 +149,7 @@ fn lengths(text: &str) -> Result<Lengths, String> {
     }
 }
 
-/// The longest time for which a row is measured, in seconds.
+/// Longest time to measure a row, in seconds.
 const MAX_TIME: f64 = 3600.0;
 
 fn duration(text: &str) -> Result<f64, String> {

@@ -8,17 +8,17 @@ use serde_json::{Value, json};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The fields of a row that identify its problem: a peer's row is compared with ours where all of them are equal.
+/// The fields of a row that identify its problem. A peer's row is compared with ours if all of them are equal.
 type Key = [Value; 13];
 
-/// The key of a row, with the usual values of fields that it lacks.
+/// The key of a row, with usual values for fields that it lacks.
 fn key(row: &Value) -> Key {
     let or = |name: &str, usual: &Value| if row[name].is_null() { usual.clone() } else { row[name].clone() };
     let [kind, dtype, s, window] = ["kind", "dtype", "s", "window"].map(|name| row[name].clone());
     let [d, h, dv, hkv] = [("d", "d"), ("h", "h"), ("dv", "d"), ("hkv", "h")].map(|(n, of)| or(n, &row[of]));
     let [b, shared] = [or("b", &json!(1)), or("shared", &json!(0))];
     let [causal, layout] = [or("causal", &json!(false)), or("layout", &json!("dense"))];
-    // Lengths of sequences count where they differ.
+    // Lengths of sequences count only if they differ.
     let uneven = |lens: &&Vec<Value>| lens.windows(2).any(|pair| pair[0] != pair[1]);
     let lens = row["lens"].as_array().filter(uneven).map_or(Value::Null, |lens| json!(lens));
     [kind, dtype, d, dv, h, hkv, b, s, causal, window, layout, shared, lens]
@@ -32,7 +32,7 @@ struct Entry {
 }
 
 impl Entry {
-    /// The row, or what it was expected to have.
+    /// Reads a row, or says what it was expected to have.
     fn new(row: &Value) -> std::result::Result<Self, String> {
         let is = |names: &[&str], what: &str, holds: fn(&Value) -> bool| {
             let wrong = names.iter().find(|name| !holds(&row[**name]));
@@ -58,7 +58,7 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    /// The rows of a file, without those that compare visibilities, which have no speed.
+    /// Reads the rows of a file, except rows that compare visibilities, which have no speed.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut text = String::new();
         let mut file = open(path, "a file of JSON lines")?;
@@ -74,7 +74,7 @@ impl Peers {
         Ok(Self { path: Some(path.to_owned()), entries })
     }
 
-    /// Names without repetition.
+    /// Names of the peers, without repetition.
     pub(super) fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = Vec::new();
         for entry in &self.entries {
@@ -92,7 +92,7 @@ impl Peers {
         self.entries.iter().rev().find(same).map(|entry| entry.seconds)
     }
 
-    /// Refuses a file none of whose rows can be compared with a row of ours.
+    /// Refuses a file if none of its rows can be compared with a row of ours.
     pub(super) fn check_match<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> Result<()> {
         let entries = self.entries.len();
         let Some(path) = self.path.as_deref().filter(|_| self.unmatched(rows) == entries) else {

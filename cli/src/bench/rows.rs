@@ -33,7 +33,7 @@ pub(super) struct Row {
     pub(super) kind: Kind,
     pub(super) problem: Problem,
     pub(super) cache: CacheKind,
-    /// Tokens per page of a paged cache; a slot is a page.
+    /// Tokens per page of a paged cache; in other caches, a slot is a page.
     pub(super) page: usize,
 }
 
@@ -126,7 +126,7 @@ impl Row {
         matches!(self.problem.desc().sequences, Sequences::Packed { .. })
     }
 
-    /// Whether two rows have the same problem and differ in the layout or the codecs of their caches.
+    /// True if two rows have the same problem, but differ in the layout or the codecs of their caches.
     pub(super) fn differs_in_cache(&self, other: &Self) -> bool {
         let (a, b) = (self.problem.dims(), other.problem.dims());
         let same = |of: fn(&Dims) -> usize| of(a) == of(b);
@@ -195,7 +195,7 @@ impl Row {
         })
     }
 
-    /// Keys to the left and right, `null` where a side is unbounded, if there is a window in addition to causality.
+    /// The window in addition to causality, if there is one: keys to the left and right, `null` for an unbounded side.
     fn window(&self) -> Option<[Option<usize>; 2]> {
         let band = self.problem.desc().visibility;
         let right = band.right().filter(|&right| right > 0);
@@ -307,7 +307,7 @@ fn dims(
     (kv_len, head_dim): (usize, usize),
 ) -> Vec<Dims> {
     let q_heads = args.heads.unwrap_or(heads.0);
-    // Query heads without key/value heads mean as many key/value heads; the default GQA group needs both defaults.
+    // With --heads alone, there are as many key/value heads: the default GQA group needs both defaults.
     let kv_heads = or(&args.kv_heads, &[if args.heads.is_some() { q_heads } else { heads.1 }]);
     let of = |&batch: &usize| {
         let with = move |&kv_heads: &usize| Dims {
@@ -324,7 +324,7 @@ fn dims(
     or(&args.batch, &[1]).iter().flat_map(of).collect()
 }
 
-/// Options that have no effect on the rows of a group.
+/// Refuses options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
         return Err(Failure::at("--cache", "needs the group decode"));

@@ -20,9 +20,13 @@ pub(super) fn plan(
     Ok(AnyPlan::new(*facts, plan))
 }
 
-/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG`; or
-/// `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of prefill from 64 rows on, which decode does not have, or where the SIMD groups of a
-/// team follow, and 1 for one block of keys and values.
+/// Parses a tile:
+///
+/// - `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`;
+/// - `wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG`;
+/// - `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels, optionally followed by the number of SIMD groups of a team, and by
+///   1 for one block of keys and values. Tiles of 64 rows or more, which decode does not have, and tiles with a team
+///   are tiles of prefill.
 pub(super) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
     if let Some(numbers) = text.strip_prefix("wgmma:") {
         return wgmma_tile(numbers);
