@@ -1,4 +1,4 @@
-//! What commands say about kernels, and the JSON that describes them.
+//! Descriptions of kernels, as text and as JSON.
 
 use flashtile::kernel::source::{ElementType, GenericKind, Parameter, ParameterKind};
 use flashtile::kernel::{Kernel, ParamsField};
@@ -49,7 +49,8 @@ pub(super) fn kind(kernel: &Kernel, kind: ParameterKind) -> String {
     }
 }
 
-/// The parameters in order, each with its index among the buffers or among the constants of a pipeline; structs with their layout.
+/// The parameters in order, each with its index among the buffers or among the constants of a pipeline. Structs have
+/// their layout.
 pub(super) fn parameters_json(kernel: &Kernel) -> Vec<Value> {
     let (mut buffers, mut constants) = (0, 0);
     let one = |p: &Parameter| {
@@ -80,7 +81,7 @@ pub(super) fn indexed(kernel: &Kernel, constants: bool) -> impl Iterator<Item = 
     kernel.parameters.iter().filter(is_constant).enumerate()
 }
 
-/// The sentences of a kernel's documentation that say what the threadgroups of a grid are, if any do.
+/// The sentence of a kernel's documentation that says what the threadgroups of a grid are, if there is one.
 pub(super) fn grid(kernel: &Kernel) -> Option<String> {
     let lines: Vec<&str> = kernel.docs.lines().map(str::trim).collect();
     let docs = lines.join(" ");

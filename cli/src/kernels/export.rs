@@ -15,9 +15,10 @@ use std::path::PathBuf;
 /// DIR gets a Metal source for each instance, and manifest.json with all that a launch needs: bindings, layouts of structs, function
 /// constants, threads, conditions. DIR must not exist, and is written whole or not at all.
 ///
-/// Without names, every listed instance is written. A name is that of an instance, or that of a kernel: its instance for the options,
-/// whose defaults describe a bf16 problem of head dimension 128 without quantization, or with --all every listed one. Of prefill they
-/// are the instances that Apple's GPUs hold: a threadgroup has 32 KiB of memory there.
+/// Without names, every listed instance is written. The name of an instance selects it; the name of a kernel selects
+/// its instance for the options, or with --all every listed one. The defaults of the options describe a bf16 problem of
+/// head dimension 128 without quantization. The listed instances of prefill are the ones that fit Apple's GPUs, where a
+/// threadgroup has 32 KiB of memory.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile kernels export kernels --target metal\n  \
     flashtile kernels export kernels prefill decode merge --target metal --head-dim 64 --dtype f16\n  \
@@ -29,7 +30,7 @@ pub(crate) struct ExportArgs {
     /// Kernels or instances; default all that are listed
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
-    /// What the programs run on
+    /// Platform of the programs
     #[arg(long, value_enum)]
     pub(crate) target: ExportTarget,
     #[command(flatten)]
@@ -39,7 +40,7 @@ pub(crate) struct ExportArgs {
     pub(crate) all: bool,
 }
 
-/// What exported kernels run on. Targets that are refused with a reason are not in the help.
+/// The platform of exported kernels. Hidden targets are refused with the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExportTarget {
     /// Apple's GPUs, by Metal

@@ -89,7 +89,7 @@ fn kernel_json(kernel: &'static Kernel) -> Value {
     })
 }
 
-/// Constants of the kernel's source that its conditions name: a reader of the manifest has no source in Rust.
+/// Constants in the kernel's source that its conditions name. A reader of the manifest does not have the Rust source.
 fn constants(kernel: &'static Kernel) -> Map<String, Value> {
     let words = |text: &'static str| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let named = |name| kernel.requirements.iter().any(|of| words(of.condition).any(|word| word == name));
@@ -121,7 +121,7 @@ fn instance_json(instance: &Instance) -> Value {
         "source": file(instance),
         "generics": generics,
         "threads": threads,
-        // Otherwise a threadgroup has any multiple of 32 threads up to as many.
+        // If not exact, a threadgroup has any multiple of 32 threads up to this number.
         "threads_exact": is_exact,
         "simd_groups": threads.div_ceil(32),
         "threadgroup_bytes": instance.shared_bytes(),
@@ -157,7 +157,7 @@ fn binding_json(instance: &Instance, (index, parameter): (usize, &Parameter)) ->
     json!({ "index": index, "name": parameter.name, "kind": kind, "type": of, "bytes": bytes, "access": access })
 }
 
-/// The type of a number, of the elements of a buffer, or the name of a struct.
+/// The type of a number or of the elements of a buffer, or the name of a struct.
 fn type_of(instance: &Instance, parameter: &Parameter) -> &'static str {
     match parameter.kind {
         ParameterKind::Buffer { element: of, .. } => {

@@ -42,7 +42,7 @@ impl VariantArgs {
         given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option).collect()
     }
 
-    /// The selected instance, with defaults for options that were not given.
+    /// The variant to select, with defaults for options that were not given.
     pub(crate) fn variant(&self) -> Variant {
         let dtype = self.dtype.unwrap_or(Dtype::BF16);
         let head_dim = self.head_dim.unwrap_or(128);
@@ -61,7 +61,7 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
     KERNELS.iter().map(|kernel| kernel.name)
 }
 
-/// The kernel with a name; `option` is where the name was given.
+/// Looks up a kernel by name; `option` is where the name was given.
 pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name == name).ok_or_else(|| {
         let expected = nearest::expected(name, names());
@@ -78,7 +78,8 @@ pub(super) struct Set {
 }
 
 impl Set {
-    /// The instances with these names, or that these kernels and options select. Every option concerns one of the kernels.
+    /// The instances that these names select: instances by name, and kernels with the options. An option that concerns
+    /// none of the kernels is refused.
     pub(super) fn chosen(&self, options: &VariantArgs, names: &[&str]) -> Result<Vec<Instance>> {
         let named = names.iter().map(|name| self.named(name)).collect::<Result<Vec<_>>>()?;
         let concerns = |option| named.iter().any(|named| named.options().contains(option));
@@ -97,7 +98,7 @@ impl Set {
         named.into_iter().map(instance).collect()
     }
 
-    /// What a name means.
+    /// Looks up a name among kernels and instances.
     fn named(&self, name: &str) -> Result<Named> {
         if let Some(kernel) = KERNELS.iter().find(|kernel| kernel.name == name) {
             return Ok(Named::Kernel(kernel));
@@ -105,7 +106,7 @@ impl Set {
         if let Some(instance) = KERNELS.iter().find_map(|kernel| instance(kernel, name)) {
             return Ok(Named::Instance(instance));
         }
-        // A name with generics means an instance.
+        // A kernel's name followed by generics means an instance.
         let of_kernel = |kernel: &&&Kernel| name.starts_with(&format!("{}_", kernel.name));
         let expected = match KERNELS.iter().find(of_kernel) {
             Some(_) => {
@@ -119,7 +120,7 @@ impl Set {
     }
 }
 
-/// What a name of the command line means.
+/// A kernel or an instance, as named on the command line.
 enum Named {
     Kernel(&'static Kernel),
     Instance(Instance),
@@ -134,7 +135,7 @@ impl Named {
         }
     }
 
-    /// What is expected in the place of an option that does not concern it.
+    /// Says what to give instead of an option that does not concern it.
     fn expected(&self) -> String {
         let kernel = match self {
             Self::Instance(instance) => {
@@ -150,7 +151,8 @@ impl Named {
     }
 }
 
-/// Generics are dimensions, codecs and small counts. Sizes computed from values up to this do not overflow.
+/// Largest value of a generic, which is a dimension, a codec or a small count. Sizes computed from such values do not
+/// overflow.
 const MAX_GENERIC: u32 = u16::MAX as u32;
 
 /// The instance with a name: one that is listed, or one for another shape or tile.
@@ -163,11 +165,11 @@ fn instance(kernel: &'static Kernel, name: &str) -> Option<Instance> {
     let generics = (generics.len() == kinds.len()).then(|| {
         generics.iter().zip(kinds).map(|(text, kind)| generic(text, kind)).collect::<Option<Vec<_>>>()
     })??;
-    // A number may have other spellings than the one in names.
+    // Names spell numbers in one way, which excludes others such as `08`.
     Instance::new(kernel, &generics, None).ok().filter(|instance| instance.entry() == name)
 }
 
-/// A generic as in names of instances.
+/// Parses a generic as it is spelled in names of instances.
 fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
     let number = || text.parse::<u32>().ok().filter(|&n| n <= MAX_GENERIC);
     match kind {
