@@ -1,4 +1,4 @@
-//! Which pair of codecs to recommend.
+//! The choice of the pair of codecs to recommend.
 
 use super::measure::{Codecs, Measured};
 use super::pairs::Pair;
@@ -10,7 +10,7 @@ pub(super) const HALF_BITS: f64 = 16.0;
 /// Factor by which centering must reduce the divergence to be worth storing a mean.
 const CENTRING: f64 = 0.9;
 
-/// Limits of what a pair of codecs may do to attention, for each pair of tensors; positive.
+/// Limits on the errors of a pair of codecs, which hold for each pair of tensors. Both are positive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gate {
     /// Mean divergence of the probabilities, in nats.
@@ -47,7 +47,7 @@ impl Candidate {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
     pub(super) best: Candidate,
-    /// `best` meets the gate; otherwise it is the candidate nearest to it.
+    /// True if `best` meets the gate; otherwise `best` is the candidate nearest to it.
     pub(super) meets: bool,
     /// The cheaper candidate that is nearest to the gate.
     pub(super) cheaper: Option<Candidate>,
@@ -65,8 +65,8 @@ pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 
     8.0 * bytes / elements
 }
 
-/// Every pair of codecs that can store all tensors in fewer bits than f16, at least one of them quantizing. Only
-/// pairs of tensors with queries count.
+/// Every pair of codecs that stores all tensors in fewer bits than f16, and of which at least one quantizes. Errors
+/// count only in pairs of tensors with queries.
 pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> Vec<Candidate> {
     let judged: Vec<&Measured> =
         pairs.iter().map(|(_, measured)| *measured).filter(|m| m.all.queries > 0).collect();
@@ -197,7 +197,7 @@ mod tests {
         ];
         let choice = choose(&all, &codecs(), GATE).unwrap();
         assert!(!choice.meets && choice.best == all[1] && choice.cheaper.is_none(), "{choice:?}");
-        // NaN errors.
+        // NaN errors count as infinite.
         let endless = [candidate(2, 1, [6.6, f64::INFINITY, f64::INFINITY])];
         assert!(!choose(&endless, &codecs(), GATE).unwrap().meets);
         assert!(choose(&[], &codecs(), GATE).is_none());

@@ -2,13 +2,14 @@
 
 use serde_json::{Value, json};
 
-/// Ratio of the mean key's norm to the spread around it from which a mean that is not subtracted costs half a bit or
-/// more: codes resolve a fixed fraction of the whole, whose energy is `1 + ratio^2` times that of the spread.
+/// Ratio of the mean key's norm to the spread around it. From this ratio on, a mean that is not subtracted costs half a
+/// bit or more: codes resolve a fixed fraction of the whole, whose energy is `1 + ratio^2` times the energy of the
+/// spread.
 pub(super) const BIAS: f64 = 1.0;
 
-/// Energy of the channel with the largest deviation, relative to that of all channels at the median, from which it is
-/// an outlier: a rotation spreads errors evenly over all channels, so that then half of every channel's error energy
-/// comes from that one channel, which costs half a bit.
+/// Energy of the channel that deviates most, relative to the energy of all channels at the median. From this ratio on,
+/// the channel is an outlier: a rotation spreads errors evenly over all channels, so half of every channel's error
+/// energy comes from that one channel, which costs half a bit.
 pub(super) const OUTLIER: f64 = 1.0;
 
 /// A ratio, and the head of the sequence in which it is largest.
@@ -32,14 +33,14 @@ pub(super) struct Diagnosis {
     /// Standard deviation of the channel that deviates most over that of the median channel; infinite if half of the
     /// channels are constant.
     pub(super) channel: Worst,
-    /// That channel.
+    /// Index of that channel.
     pub(super) index: usize,
     /// Elements of a key.
     head_dim: usize,
 }
 
 impl Diagnosis {
-    /// For the keys `[tokens, head_dim]` of a head in a sequence.
+    /// Diagnoses the keys `[tokens, head_dim]` of a head in a sequence.
     pub(super) fn of(keys: &[f32], head_dim: usize, head: usize) -> Self {
         let tokens = (keys.len() / head_dim) as f64;
         let mut mean = vec![0.0f64; head_dim];
@@ -76,8 +77,8 @@ impl Diagnosis {
         (1.0 + self.bias.ratio * self.bias.ratio).log2() / 2.0
     }
 
-    /// A channel is an outlier if its energy is at least the energy of all channels at the median, and there are other
-    /// channels that it harms.
+    /// True if the energy of the channel that deviates most is at least the energy of all channels at the median, and
+    /// there are other channels that it harms.
     fn outlier(&self) -> bool {
         let energy = self.channel.ratio * self.channel.ratio / self.head_dim as f64;
         self.head_dim > 1 && energy >= OUTLIER
@@ -132,7 +133,7 @@ fn ratio(a: f64, b: f64) -> f64 {
     if a == 0.0 { 0.0 } else { (a / b).sqrt() }
 }
 
-/// A number for JSON, which has no infinities.
+/// A number for JSON, which has no infinities and no NaN.
 pub(super) fn finite(x: f64) -> Option<f64> {
     x.is_finite().then_some(x)
 }

@@ -1,4 +1,4 @@
-//! Measures what codecs do to the heads of every pair.
+//! Measurement of the errors that codecs cause in the heads of every pair.
 
 use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
@@ -84,7 +84,7 @@ impl Sums {
         }
     }
 
-    /// The sum over heads.
+    /// The sum over heads; `None` if there are none.
     pub(super) fn total<'s>(all: impl IntoIterator<Item = &'s Self>) -> Option<Self> {
         let mut all = all.into_iter();
         let mut total = all.next()?.clone();
@@ -169,7 +169,7 @@ struct Unit {
 /// Results for a head, or why there are none.
 type Found = Result<(Sums, Diagnosis), String>;
 
-/// Compares every codec on every head of every pair; for each pair its results, or why there are none.
+/// Compares every codec on every head of every pair. Returns for each pair its results, or why there are none.
 pub(super) fn measure(pairs: &[Pair<'_>], codecs: &Codecs, rows: usize) -> Vec<Result<Measured, String>> {
     let units: Vec<Unit> = pairs.iter().enumerate().flat_map(|(pair, of)| units(pair, of)).collect();
     let progress = ticking(units.len() as u64);
@@ -200,7 +200,7 @@ fn units(pair: usize, of: &Pair<'_>) -> impl Iterator<Item = Unit> {
     units_of(of).map(move |(sequence, head)| Unit { pair, sequence, head })
 }
 
-/// Sequences with tokens, times heads.
+/// A (sequence, head) pair for each head of each sequence with tokens.
 fn units_of(of: &Pair<'_>) -> impl Iterator<Item = (usize, usize)> {
     let heads = of.problem.dims().kv_heads;
     let sequences = of.problem.sequences().iter().enumerate().filter(|(_, sequence)| sequence.kv_len > 0);
@@ -244,13 +244,13 @@ fn refusal<'s, T: 's>(all: impl Iterator<Item = &'s Result<T, String>>) -> Optio
     last
 }
 
-/// At most `most` evenly spaced integers below `count`.
+/// At most `max` evenly spaced integers below `count`.
 fn sample(count: usize, max: usize) -> Vec<usize> {
     let max = max.min(count);
     (0..max).map(|n| ((2 * n as u128 + 1) * count as u128 / (2 * max as u128)) as usize).collect()
 }
 
-/// Query rows of a pair that are measured, for each query head.
+/// Numbers of measured query rows and of all query rows of a pair, for each query head.
 pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
     let rows_of = |sequence: &Sequence| pair.query_rows(sequence);
     let all = pair.problem.sequences().iter().map(rows_of);
@@ -289,7 +289,7 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // One mean serves all sequences, as in a cache: that of the first sequence with rows.
+    // As in a cache, all sequences share one mean, which is that of the first sequence with rows.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
     let of_first = if std::ptr::eq(first, sequence) { None } else { Some(pair.keys(first, unit.head)) };
     let mean = mean_of(of_first.as_ref().unwrap_or(&k), dims.head_dim)?;

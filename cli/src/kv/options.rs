@@ -6,7 +6,7 @@ use clap::Args;
 use flashtile::Codec;
 use std::path::PathBuf;
 
-/// What `kv --help` says about files.
+/// The long help of `kv`.
 const KV_HELP: &str = "\
 Report what the codecs of KV caches would do to keys and values, and recommend a pair of them
 

@@ -16,16 +16,16 @@ const ANSWERS: [&str; 2] = ["out", "lse"];
 
 /// Keys and values of one layer, with queries if there are any.
 pub(super) struct Pair<'a> {
-    /// The part that the names have in common, or both names if there is none.
+    /// The common part of the names, or both names if there is none.
     pub(super) name: String,
     /// Names of keys, values and queries.
     pub(super) tensors: [String; 3],
-    /// Whether the queries are the keys.
+    /// True if the keys are used as queries.
     pub(super) keys_as_queries: bool,
-    /// Whether there are queries.
+    /// True if there are queries.
     pub(super) has_queries: bool,
-    /// With dtype f32, whatever the tensors have. Without queries, it has as many query heads as key/value heads and
-    /// no query rows.
+    /// The problem has dtype f32, whatever the dtypes of the tensors. Without queries, it has as many query heads as
+    /// key/value heads, and no query rows.
     pub(super) problem: Problem,
     order: Order,
     k: Tensor<'a>,
@@ -178,7 +178,7 @@ impl<'a> Pair<'a> {
         self.rows(&self.v, sequence, head, 0..sequence.kv_len)
     }
 
-    /// Query rows of a sequence that belong to tokens: of padded queries, as many as there are keys.
+    /// Number of query rows of a sequence that belong to tokens: as many as keys, if queries are padded like keys.
     pub(super) fn query_rows(&self, sequence: &Sequence) -> usize {
         let dims = self.problem.dims();
         if dims.q_len == dims.kv_len { sequence.kv_len } else { sequence.q_len }

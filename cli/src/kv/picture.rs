@@ -1,4 +1,4 @@
-//! Errors by bits, as SVG.
+//! A plot of errors against bits per element, as SVG.
 
 use super::measure::Sums;
 use super::report::Report;
@@ -19,7 +19,7 @@ struct Error<'a> {
     of: &'a dyn Fn(&Sums, [usize; 2]) -> Option<f64>,
 }
 
-/// Ratio of a codec's errors with plain and with centered keys from which both points are named.
+/// Ratio between the errors of a codec with plain and with centered keys. From this ratio on, both points are named.
 const APART: f64 = 1.5;
 
 /// Draws a panel of divergences and one of output errors, each with a line for plain keys and one for centered keys.
@@ -123,7 +123,7 @@ fn lines(report: &Report<'_>, place: &dyn Fn([usize; 2]) -> Option<(f64, f64)>) 
             } else {
                 line.points.push(*place)
             }
-            // The name of a codec stands at its two points once, if they are close to each other.
+            // A codec has two points. They share one name if they are close to each other.
             let near = |other: &Mark| {
                 other.label == *name && other.at.1 < APART * place.1 && place.1 < APART * other.at.1
             };

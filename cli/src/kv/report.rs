@@ -25,7 +25,7 @@ impl Report<'_> {
         choice::bits(&self.pairs, [self.codecs.keys[key].codec, self.codecs.values[value]])
     }
 
-    /// The codec of the values that is the codec of the keys.
+    /// Index of the codec of values that is also the codec of the keys.
     pub(super) fn same(&self, key: usize) -> usize {
         let codec = self.codecs.keys[key].codec;
         self.codecs.values.iter().position(|value| *value == codec).unwrap_or(0)

@@ -14,7 +14,7 @@ const MAX_PAIRS: usize = 64;
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
 
 impl Report<'_> {
-    /// Errors over all pairs.
+    /// The whole report; `all` has the errors over all pairs.
     pub(super) fn text(&self, all: &Sums) -> String {
         let mut text = self.heading();
         text += &self.missing();
@@ -51,7 +51,7 @@ impl Report<'_> {
         }
     }
 
-    /// What was read.
+    /// Describes the tensors that were read.
     fn heading(&self) -> String {
         let Some((pair, measured)) = self.pairs.first() else { return String::new() };
         let (dims, desc) = (pair.problem.dims(), pair.problem.desc());
@@ -205,7 +205,7 @@ impl Report<'_> {
         format!("{}: {:.2} bits per element", self.named(candidate), candidate.bits)
     }
 
-    /// The options that store keys and values that way.
+    /// The options of `run` and `plan` that store keys and values that way.
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
         let center = if key.centered { " --center-keys" } else { "" };
