@@ -65,7 +65,7 @@ fn an_answer_beyond_the_limit_is_status_1() {
         why.contains("in.safetensors: the answer differs from tensor out: out[") && why.lines().count() == 1,
         "{why}"
     );
-    // What was computed is written.
+    // The computed answer is written nevertheless.
     assert_eq!(read(&folder.output)["out"].shape, [2, 4, 9, 8]);
     assert_eq!(json(&folder, &[]).1["compared"]["within"], false);
 
@@ -121,7 +121,7 @@ fn answers_have_the_order_of_the_file() {
     );
 }
 
-/// Inputs that the run rounds give another answer, which no limit describes.
+/// A run that rounds its inputs gives another answer, which no limit describes.
 #[test]
 fn rounded_inputs_have_no_limit() {
     let folder = Folder::with(&causal(Dtype::F32));

@@ -91,7 +91,7 @@ fn minilm_attention() {
     assert!(std::fs::read(&folder.output).unwrap() == bytes, "padding was read");
 }
 
-/// The contents of `small_f16.safetensors`: three queries over a cache with GQA, small enough for the simulator.
+/// The tensors of `small_f16.safetensors`: three queries over a cache with GQA, small enough for the simulator.
 fn small() -> Tensors {
     qkv(Dtype::F16, &[1, 4, 3, 64], &[1, 2, 12, 64], &[1, 2, 12, 64])
 }
@@ -136,7 +136,7 @@ fn commands(page: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// A picture without its numbers, which depend on the machine where something is measured.
+/// Removes the numbers from a picture, since they depend on the machine if something is measured.
 fn without_numbers(picture: &str) -> String {
     picture.split(|c: char| c.is_ascii_digit() || ".-".contains(c)).collect()
 }

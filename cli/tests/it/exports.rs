@@ -84,7 +84,7 @@ fn metal(of: &str) -> &str {
     }
 }
 
-/// What follows `start` in a source, up to `end`.
+/// The part of a source between the first `start` and the next `end`.
 fn between<'a>(source: &'a str, start: &str, end: &str) -> &'a str {
     let from = source.find(start).unwrap_or_else(|| panic!("{start}")) + start.len();
     &source[from..from + source[from..].find(end).unwrap()]
@@ -137,7 +137,7 @@ fn manifests_say_what_sources_say() {
     }
 }
 
-/// The structs of an instance lie as its source asserts.
+/// Checks that the structs of an instance have the layout that its source asserts.
 fn layouts(manifest: &Value, instance: &Value, source: &str) {
     for binding in rows(instance, "bindings").iter().filter(|of| of["kind"] == "struct") {
         let of = rows(manifest, "structs").iter().find(|of| of["name"] == binding["type"]).unwrap();
@@ -195,7 +195,7 @@ fn sources_compile_with_what_the_manifest_says() {
     assert_eq!(compiled, 10);
 }
 
-/// Compilers of exported Metal; `None`, with a note, where there is none and none is demanded.
+/// The compiler of exported Metal; `None`, with a note, if there is none and none is demanded.
 fn compiler() -> Option<Compiler> {
     let why = match Compiler::find() {
         Ok(compiler) => return Some(compiler),
@@ -271,7 +271,7 @@ fn prefill_is_launched_by_the_manifest() {
             "sequences" => sequence.clone(),
             "params" => structure("Attend", &params),
             "output" => structure("Merge", &output),
-            // The problem has no use for the others.
+            // The problem does not use the others.
             _ => vec![0; 16],
         })
         .collect();
@@ -319,7 +319,7 @@ fn exports_are_equal() {
     let names = ["merge", "encode_bf16_4_128", "--dtype", "f16"];
     let (once, again) = (exported(&names), exported(&names));
     assert_eq!(once, again);
-    // Whatever their order, and however often they are named.
+    // The order of names does not matter, nor do repeated names.
     let reversed = ["encode_bf16_4_128", "merge", "merge_f16_128_0", "--dtype", "f16"];
     assert_eq!(exported(&reversed), once);
 }
@@ -379,7 +379,7 @@ fn refusals() {
     assert_eq!(std::fs::read(file).unwrap(), b"kept");
 }
 
-/// Whatever exists is kept.
+/// Anything that exists is kept.
 #[cfg(unix)]
 #[test]
 fn other_folders_are_kept() {

@@ -66,7 +66,7 @@ impl Tensor {
         }
     }
 
-    /// The same elements with axes 1 and 2 exchanged.
+    /// The tensor with axes 1 and 2 exchanged.
     pub(crate) fn transposed(&self) -> Self {
         let [b, m, n, d] = self.shape[..] else { panic!("rank 4, not {:?}", self.shape) };
         let row = d * self.bytes.len() / self.shape.iter().product::<usize>();

@@ -187,7 +187,7 @@ fn a_bias_of_keys_is_seen_and_subtracted() {
     assert_eq!(report["recommended"]["centered"], true);
     let text = text(&folder.input, &[]);
     assert!(text.contains("bits): center them") && text.contains("centered, values"), "{text}");
-    // And by a run.
+    // Centering also reduces the error of a run.
     let want = folder.run(&[]);
     let error = |options: &[&str]| nrmse(&folder.run(options)["out"].values(), &want["out"].values());
     let (without, with) = (
@@ -288,7 +288,7 @@ fn pairs_that_have_no_answer_leave_the_others() {
         assert!(line.starts_with("flashtile: ") && line.ends_with(why), "{line}");
         assert!(refused["name"] == name && refused["reason"].as_str().unwrap().ends_with(why), "{refused}");
     }
-    // Nothing is left: one line for each tensor, and no report.
+    // If no pair is left, there is one line for each tensor and no report.
     for name in ["layers.0.attn", "layers.2.attn", "layers.3.attn", "layers.4.attn"] {
         tensors.retain(|tensor, _| !tensor.starts_with(name));
     }
@@ -552,12 +552,12 @@ fn runs_over_caches_are_those_of_the_reference() {
                 let error = crate::files::max_abs(&got["lse"].values(), &want["lse"].values());
                 assert!(error <= 5e-4, "{stored:?} {isa}: {error}");
             }
-            // But not of the tensors.
+            // The tensors themselves give another answer.
             let plain = folder.run(&options);
             assert!(nrmse(&plain["out"].values(), &want["out"].values()) > 1e-4, "{stored:?}");
         }
     }
-    // A mask with another shape is refused as it is without a cache.
+    // A mask with another shape gives the error that it gives without a cache.
     tensors.insert("mask".into(), Tensor::bool(&[1, 1, 37, 290], (0..37 * 290).map(|_| true)));
     let refusal = "mask has shape [1, 1, 37, 290], expected [2, 4, 37, 301]";
     Folder::with(&tensors).refuse(&options, refusal);

@@ -47,7 +47,7 @@ fn members(tensors: &Tensors) -> Vec<(String, Vec<u8>)> {
     tensors.iter().map(|(name, tensor)| (format!("{name}.npy"), npy(tensor))).collect()
 }
 
-/// An array of strings, which nothing of ours has.
+/// An array of strings, a dtype that attention does not use.
 fn note() -> Vec<u8> {
     let header = "{'descr': '<U7', 'fortran_order': False, 'shape': (), }\n";
     [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), &[108; 28]].concat()
@@ -94,7 +94,7 @@ fn arrays_give_the_answer_of_safetensors() {
         assert!(output.status.success() && output.stderr.is_empty(), "{name}: {}", stderr(&output));
         assert!(read(&folder.output) == expected, "{name}");
     }
-    // The report of codecs and plans read the same.
+    // `kv` and `plan` read the same arrays.
     let compressed = path("compressed.npz");
     for command in ["kv", "plan"] {
         let [arrays, file] = [&compressed, &folder.input].map(|input| {
@@ -149,7 +149,7 @@ fn arrays_that_are_not_read_are_refused() {
     let (end, entry) = (place(&whole, b"PK\x05\x06"), place(&whole, b"PK\x01\x02"));
     let packed_entry = place(&packed, b"PK\x01\x02");
     let twice = npz(&[&all[..], &all[..1]].concat(), false);
-    // 16 MiB that the compressed bytes do not have, and could not have.
+    // The directory claims 16 MiB, which the compressed bytes neither hold nor could hold.
     let claimed = changed(&packed, packed_entry + 24, &(1u32 << 24).to_le_bytes());
     for (bytes, why) in [
         (changed(&whole, end + 16, &[255; 4]), "damaged archive: "),
@@ -207,7 +207,7 @@ fn archives_that_numpy_wrote() {
     let answers = ["savez.npz", "savez_compressed.npz", "zip64.npz", "members.npz"].map(|name| {
         let output = run(&fixture(name), &folder.output);
         assert!(output.status.success(), "{name}: {}", stderr(&output));
-        // Other arrays are noted as other tensors are, whatever they hold.
+        // Other arrays are noted like other tensors, whatever they hold.
         let also =
             if name == "members.npz" { "big_endian, fortran, note, object and 2 more" } else { "note" };
         let note = format!("{name}: note: tensors not read: {also} (known are q, k, v, mask, ");
@@ -223,7 +223,7 @@ fn archives_that_numpy_wrote() {
 fn arrays_that_are_not_needed_are_not_read() {
     let folder = Folder::empty();
     let path = |name: &str| folder.path().join(name);
-    // A hundred megabytes of zeros, which its checksum denies: whoever read it would refuse it.
+    // The checksum of a hundred megabytes of zeros is wrong, so whoever reads them refuses them.
     let mut all = members(&tensors());
     all.push(("unread.npy".to_owned(), vec![0; 100 << 20]));
     let mut bytes = npz(&all, true);
@@ -244,7 +244,7 @@ fn arrays_that_are_not_needed_are_not_read() {
             "{name}"
         );
     }
-    // One that is needed is refused, whatever its dtype.
+    // An array that is needed is refused because of its dtype.
     all.retain(|(name, _)| name != "unread.npy");
     all.iter_mut().find(|(name, _)| name == "mask.npy").unwrap().1 = note();
     std::fs::write(path("in.npz"), npz(&all, true)).unwrap();

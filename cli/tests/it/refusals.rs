@@ -338,7 +338,7 @@ fn damaged_files() {
     folder.refuse(&[], "bytes of data, the header expects");
 }
 
-/// Changes a good header one byte at a time: every result is a success or a refusal.
+/// Changes a good header one byte at a time. Every result is a success or a refusal.
 #[test]
 fn changed_bytes() {
     let folder = Folder::with(&good());

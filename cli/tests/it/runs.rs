@@ -301,12 +301,12 @@ fn tensors_have_aliases() {
         let input = folder.input.to_str().unwrap();
         let plan = crate::files::flashtile(with(&["plan", input, "--strict"], &OPTIONS));
         assert!(stdout(&plan).contains("bool mask"), "{aliases:?}: {}", stderr(&plan));
-        // The same under a prefix.
+        // A layer gives the same answer.
         let layer =
             tensors.iter().map(|(name, tensor)| (format!("layer.3.{name}"), tensor.clone())).collect();
         assert_eq!(Folder::with(&layer).run(&with(&OPTIONS, &["--prefix", "layer.3"])), want, "{aliases:?}");
     }
-    // A layer's own mask takes precedence over that of all layers, whatever they are called.
+    // A layer's own mask takes precedence over a mask for all layers, whatever their names are.
     let mut layer: Tensors = called(["q", "key", "v", "attn_mask"])
         .into_iter()
         .map(|(name, tensor)| (format!("a.{name}"), tensor))
@@ -361,7 +361,7 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
         assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
         assert_eq!(crate::files::read(&folder.output), want, "{prefix}");
     }
-    // With other names, and without the other layer's tensors.
+    // This layer has other names, and the other layer's tensors do not apply to it.
     let lengths = Tensors::from_iter(["q", "k", "v", "kv_lens"].map(|name| (name.into(), one[name].clone())));
     let want = Folder::with(&lengths).run(&OPTIONS);
     assert_eq!(folder.run(&with(&OPTIONS, &["--prefix", "model.layers.11.attn"])), want);

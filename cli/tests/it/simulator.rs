@@ -6,7 +6,7 @@ use crate::files::{Folder, Tensor, max_abs, nrmse, qkv};
 use crate::kernels::json_lines;
 use safetensors::tensor::Dtype;
 
-/// Every feature on the simulator, over elements and over codes, against the CPU's kernels.
+/// Runs every feature on the simulator, over elements and over codes, and compares with the CPU's kernels.
 #[test]
 fn the_simulator_agrees_with_the_cpu() {
     for (dtype, dim, limit) in [(Dtype::F32, 64, 2e-6), (Dtype::F16, 128, 1e-3), (Dtype::BF16, 64, 8e-3)] {

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Signals that end a process and that a handler may follow.
+/// Signals that end a process and can be handled.
 const SIGNALS: [Signal; 10] = [
     Signal::INT,
     Signal::TERM,
@@ -31,7 +31,7 @@ const SIGNALS: [Signal; 10] = [
 #[cfg(target_os = "linux")]
 const AT_ONCE: [Signal; 3] = [Signal::KILL, Signal::ABORT, Signal::ILL];
 
-/// A command that ignores no signals, which it would if the tests were started in the background of a shell.
+/// A command that ignores no signals. It would ignore some if a shell had started the tests in the background.
 #[allow(unsafe_code)]
 fn attentive(program: &str) -> Command {
     let mut command = Command::new(program);
@@ -84,7 +84,7 @@ fn queries(path: &Path) {
     file.set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// A command that was stopped while it wrote. `command` removes what an earlier one wrote.
+/// Stops a command while it writes. `command` removes the output of an earlier one.
 fn stopped_in_a_write(command: impl Fn() -> Command, is_writing: impl Fn(&Child) -> bool) -> Child {
     for _ in 0..50 {
         let mut child = command().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -98,14 +98,14 @@ fn stopped_in_a_write(command: impl Fn() -> Command, is_writing: impl Fn(&Child)
         {
             return child;
         }
-        // It had written everything before it was stopped.
+        // The command had written everything before it was stopped.
         let _ = child.kill();
         let _ = child.wait();
     }
     panic!("no command was stopped in its write");
 }
 
-/// Whether a process has written to an output file, which has no name yet.
+/// Returns true if a process has written to an output file, which has no name yet.
 #[cfg(target_os = "linux")]
 fn has_written(child: &Child, folder: &Path) -> bool {
     let Ok(open) = std::fs::read_dir(format!("/proc/{}/fd", child.id())) else { return false };
@@ -117,7 +117,7 @@ fn has_written(child: &Child, folder: &Path) -> bool {
     })
 }
 
-/// Whatever ends the process: no handler removes the file, because it has no name before it is whole.
+/// Nothing is left, whatever ends the process. No handler removes the file: it has no name before it is whole.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_signal_in_a_write_leaves_nothing() {
@@ -352,7 +352,7 @@ fn lines_of_any_length_are_bounded_and_written_at_once() {
     let out = folder.output.to_str().unwrap();
     assert_eq!(written(&["run", input, "-o", out]), [line]);
 
-    // Names have no bound of their own.
+    // Names may have any length.
     let name = format!("start{}end", "\\u0007".repeat(100_000));
     crate::files::write_raw(
         &folder.input,
@@ -366,7 +366,7 @@ fn lines_of_any_length_are_bounded_and_written_at_once() {
     assert!(line.ends_with("end is not known, did you mean mask?\n"), "{line}");
     assert!(line.contains(" characters left out) ... "), "{line}");
 
-    // Nor do arguments from a shell.
+    // Arguments from a shell may also have any length.
     let lines = written(&["plan", "--device", &"x".repeat(100_000)]);
     assert!(lines.len() == 1 && lines[0].len() < 2000 && lines[0].contains("left out"), "{lines:?}");
 }
