@@ -34,7 +34,7 @@ impl Axis {
     }
 }
 
-/// Ticks of a logarithmic axis: powers of ten, and 2 and 5 times them where these are few.
+/// Ticks of a logarithmic axis: powers of ten, with 2 and 5 times each if these are few.
 pub(crate) fn powers(low: f64, high: f64) -> Vec<(f64, String)> {
     let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
     let steps: &[f64] = if high / low > 1e3 { &[1.0] } else { &[1.0, 2.0, 5.0] };

@@ -1,6 +1,7 @@
 //! Arrays of numpy: the members of an `.npz` archive, and `.npy` files.
 //!
-//! Formats: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, and PKWARE's `APPNOTE.TXT` for the archive.
+//! Formats: <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>, and PKWARE's `APPNOTE.TXT` for
+//! the archive.
 
 use crate::buffer::{Buffer, Bytes};
 use crate::report;

@@ -113,7 +113,8 @@ pub(crate) struct Shape {
 /// Restrictions of the cpu backend.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct CpuArgs {
-    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of this machine
+    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of
+    /// this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most as many as the machine has; default all

@@ -256,7 +256,8 @@ impl Tiles<'_> {
         let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
         let rows = (self.sequence.q_len * self.problem.dims().gqa_group()).max(1) as f64;
         let keys = self.sequence.kv_len.max(1) as f64;
-        // Cells end where their tiles do, at whole pixels, so that no line shows between neighbours; the last tiles may be short.
+        // Cells end where their tiles do, at whole pixels, so that no line shows between neighbours. The last tiles may
+        // be short.
         let x = |cell: usize| {
             let key = (blocks * cell / width.max(1) * self.keys).min(self.sequence.kv_len);
             (area.left + area.width * key as f64 / keys).round()

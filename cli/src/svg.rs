@@ -99,7 +99,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// An upper estimate of the width of words, whose font is the viewer's.
+/// An upper estimate of the width of words. Their font is the viewer's.
 pub(crate) fn width(text: &str, size: f64) -> f64 {
     text.chars().count() as f64 * size * 0.6
 }

@@ -10,8 +10,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// First characters of the names of temporary files and folders.
 const PREFIX: &str = ".flashtile-";
 
-/// Paths of existing temporary files and folders. The lock is held while a file is created, renamed or removed and until the list
-/// is up to date, so that a signal never ends the process in between.
+/// Paths of existing temporary files and folders. The lock is held from before a file is created, renamed or removed
+/// until the list is up to date, so that a signal never ends the process in between.
 static EXISTING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn existing() -> MutexGuard<'static, Vec<PathBuf>> {

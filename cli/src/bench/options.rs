@@ -26,7 +26,8 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     /// Tile of every CUDA kernel instead of the planner's choice:
-    /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS, or wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
+    /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS, or wgmma:WARPGROUPS,KEYS,STAGES,PING_PONG; for
+    /// portable kernels ROWS,KEYS,SIMDS,RESIDENT
     #[arg(long, value_name = "NUMBERS", value_parser = super::tile::tile, hide = true)]
     pub(crate) tile: Option<flashtile::plan::CudaTile>,
     #[command(flatten)]
@@ -129,8 +130,8 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// The length of each of `batch` sequences: the first `low`, the last `high`, others at equal steps between them. Refuses
-    /// several lengths for one sequence.
+    /// The length of each of `batch` sequences: `low` for the first, `high` for the last, equal steps between them.
+    /// Refuses several lengths for one sequence.
     pub(super) fn of(self, batch: usize) -> Result<Vec<usize>, Failure> {
         let Self { low, high } = self;
         if batch < 2 && low < high {

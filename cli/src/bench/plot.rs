@@ -50,7 +50,7 @@ fn panel(title: String, lines: Vec<Line>) -> Panel {
     let percent = |tick: i32| (0.2 * f64::from(tick), format!("{} %", 20 * tick));
     Panel {
         title,
-        // Margins, so that the range of a single length is not empty.
+        // Margins keep the range of a single length from being empty.
         x: Axis {
             name: "keys",
             low: min * 0.9,

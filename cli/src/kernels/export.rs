@@ -12,8 +12,8 @@ use std::path::PathBuf;
 
 /// Write kernels for programs without Rust: Metal sources and a manifest
 ///
-/// DIR gets a Metal source for each instance, and manifest.json with all that a launch needs: bindings, layouts of structs, function
-/// constants, threads, conditions. DIR must not exist, and is written whole or not at all.
+/// DIR gets a Metal source for each instance, and manifest.json with all that a launch needs: bindings, layouts of
+/// structs, function constants, threads, conditions. DIR must not exist, and is written whole or not at all.
 ///
 /// Without names, every listed instance is written. The name of an instance selects it; the name of a kernel selects
 /// its instance for the options, or with --all every listed one. The defaults of the options describe a bf16 problem of

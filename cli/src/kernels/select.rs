@@ -71,7 +71,7 @@ pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
 
 /// The set of instances that names and options select from.
 pub(super) struct Set {
-    /// The command, which failures name.
+    /// Name of the command, for failures.
     pub(super) command: &'static str,
     /// The instance of a kernel for a variant.
     pub(super) instance_of: fn(&Variant, &Kernel) -> std::result::Result<Instance, VariantError>,

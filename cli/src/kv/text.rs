@@ -134,7 +134,7 @@ impl Report<'_> {
         table
     }
 
-    /// The largest divergence of a head, and which head.
+    /// The largest divergence of a head, and the head.
     fn worst_kl(&self, key: usize) -> String {
         match self.worst_head(key) {
             Some((name, head, kl)) if self.pairs.len() > 1 && kl > 0.0 => {
