@@ -68,12 +68,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The error of the device.
     fn session(&self, options: PlanOptions) -> Result<Box<dyn HostSession>>;
 
-    /// A plan of this backend with copies of its tensors where the kernels read them, to be measured. Runs read the inputs in turn, so
-    /// that caches do not hold what a run before has read; backends whose timer empties the caches read the first only.
+    /// A plan of this backend with its tensors where the kernels read them, to be measured. The CPU's runs take the inputs in turn, so that
+    /// its caches do not hold what the run before has read. Other backends take the first only.
     ///
     /// # Errors
-    /// [`Error::Run`](crate::Error::Run) where the tensors do not fit the plan's problem or the plan is another backend's, and the errors of the
-    /// device.
+    /// [`Error::Run`](crate::Error::Run) where the tensors do not fit the plan's problem, there are no inputs, or the plan is another backend's; the
+    /// errors of the device.
     fn timed<'t>(
         &'t self,
         plan: &'t AnyPlan,
@@ -81,25 +81,27 @@ pub trait Backend: fmt::Debug + Send + Sync {
         outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>>;
 
-    /// Copies of inputs of `bytes` bytes that [`Backend::timed`] should be given, so that their sum exceeds the caches.
+    /// Number of copies of inputs of `bytes` bytes that exceed the caches together: as many should be passed to [`Backend::timed`].
     fn cold_copies(&self, bytes: f64) -> usize {
         let _ = bytes;
         1
     }
 
-    /// The unit that computes products of a dtype; none where no limit of the hardware bounds the time.
-    fn unit(&self, dtype: Dtype) -> Option<Unit> {
-        let _ = dtype;
+    /// The unit that computes the products of a plan. `None` for backends whose time is not compared with the hardware, and for plans of
+    /// other backends.
+    fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
+        let _ = plan;
         None
     }
 
-    /// Measures a limit of the hardware for a dtype. Takes up to a second.
+    /// Measures a limit of one of this backend's units. Takes up to a second.
     ///
     /// # Errors
     /// The error of the device. Backends without a [`Backend::unit`] refuse.
-    fn limit(&self, rate: Rate, dtype: Dtype) -> Result<Limit> {
-        let _ = (rate, dtype);
-        Err(Unsupported::Device { why: "no limit of the hardware bounds its time" }.into())
+    fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
+        let _ = rate;
+        let why = format!("the time of {} is not compared with a limit of the hardware", unit.name);
+        Err(Unsupported::Instance { why }.into())
     }
 
     /// Runs a plan once.
@@ -120,7 +122,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 }
 
 /// Attention over tensors of the host, with plans and memory that are kept from call to call.
-pub trait HostSession: fmt::Debug {
+pub trait HostSession: fmt::Debug + Send {
     /// Computes a description, and returns when the results are in `outputs`.
     ///
     /// # Errors
@@ -176,15 +178,15 @@ pub trait TimedRun {
     }
 }
 
-/// The part of a device whose limits apply to kernels of a dtype. Kernels of equal units have the same limits.
+/// The part of a device whose limits apply to a kernel. Kernels of equal units have the same limits.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct Unit {
     /// Name of the instruction set or the device.
     pub name: String,
-    /// Threads of a processor.
+    /// Threads of a processor, whose runs are timed by the clock of the host.
     pub threads: Option<usize>,
-    /// The dtype, where the rate of products depends on it.
+    /// The dtype of the products, where their rate depends on it.
     pub dtype: Option<Dtype>,
     /// Operations per byte of keys and values from which the bandwidth of the memory cannot be the limit.
     pub max_intensity: f64,

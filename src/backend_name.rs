@@ -57,14 +57,15 @@ impl BackendName {
         self.named.map_or(0, |(_, device)| device)
     }
 
-    /// Opens the backend. `auto` is the CPU: the choice needs a problem, see [`BackendName::choose`].
+    /// Opens the backend.
     ///
     /// # Errors
-    /// [`Error::Feature`](crate::Error::Feature) where the build lacks the backend. Of CUDA, [`Error::Device`](crate::Error::Device) where there is no driver or no device of the number,
-    /// with the number of devices, and [`Error::Unsupported`](crate::Error::Unsupported) where the device is older than the kernels. Of Metal, [`Error::System`](crate::Error::System) on
-    /// systems other than Apple's, [`Error::Device`](crate::Error::Device) where there is no device, and [`Error::Unsupported`](crate::Error::Unsupported) where it is none of Apple's own.
+    /// [`Error::Feature`](crate::Error::Feature) where the build lacks the backend, [`Error::System`](crate::Error::System) where it is not for
+    /// this operating system, [`Error::Device`](crate::Error::Device) where there is no driver or no such device, and
+    /// [`Error::Unsupported`](crate::Error::Unsupported) where the device is older than the kernels. `auto` is refused: the choice needs a
+    /// problem, see [`BackendName::choose`].
     pub fn open(self) -> Result<Arc<dyn Backend>> {
-        let (backend, device) = self.named.unwrap_or(("cpu", 0));
+        let (backend, device) = self.named.ok_or(BackendNameError::Auto)?;
         let found = BACKENDS.iter().find(|of| of.name == backend);
         found.map_or_else(|| Err(unknown(backend).into()), |of| (of.open)(device))
     }
@@ -122,7 +123,7 @@ fn unknown(name: &str) -> BackendNameError {
 }
 
 impl Choice {
-    /// The backend that a user's text names: `auto`, `cpu`, `metal`, `cuda`, or `cuda:1` for another device.
+    /// The backend that a user's text names, such as `auto`, `cpu`, `cuda`, or `cuda:1` for another device, with its plan for a problem.
     ///
     /// # Errors
     /// [`Error::BackendName`](crate::Error::BackendName) where the text names none, and the errors of [`BackendName::open`].

@@ -5,7 +5,7 @@
 
 use crate::backend::Backend;
 use crate::backends::BACKENDS;
-use crate::presence::Presence;
+use crate::presence::{Candidate, Presence};
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_cpu::cpu::Cpu;
@@ -53,13 +53,15 @@ impl Choice {
     #[must_use]
     pub fn auto_with(problem: &Problem, options: PlanOptions) -> Self {
         let cpu = Cpu::new();
-        let mut machine = Machine::new(*cpu.facts());
-        machine.devices = BACKENDS.iter().filter_map(|of| (of.candidate)()).collect();
+        let candidates: Vec<Candidate> = BACKENDS.iter().filter_map(|of| (of.candidate)()).collect();
+        let presence = |candidate: &Candidate| match candidate {
+            Ok(of) => Presence::Present { name: of.device(), facts: of.facts() },
+            Err(why) => why.clone(),
+        };
+        let machine = Machine { cpu: *cpu.facts(), devices: candidates.iter().map(presence).collect() };
         let Chosen { backend, plan, reason } = choose(problem, options, &machine);
-        // A device that is present was opened before, and is shared.
-        let found = BACKENDS.iter().find(|of| of.name == backend).and_then(|of| (of.open)(0).ok());
-        let opened = found.unwrap_or_else(|| Arc::new(cpu));
-        Self { backend: opened, plan, reason }
+        let opened = candidates.into_iter().flatten().find(|of| of.facts().backend() == backend);
+        Self { backend: opened.unwrap_or_else(|| Arc::new(cpu)), plan, reason }
     }
 
     /// A backend of the caller's, with its plan for a problem and the reason for it.
@@ -86,7 +88,7 @@ impl std::fmt::Display for Choice {
 pub struct Machine {
     /// The processor.
     pub cpu: CpuFacts,
-    /// Devices, or why they are not there, the preferred first.
+    /// Devices, or why they are not there.
     pub devices: Vec<Presence>,
 }
 
@@ -126,9 +128,9 @@ impl std::fmt::Display for Chosen {
 /// Chooses a backend for a problem whose tensors are in host memory. For cached problems the cache is already on the
 /// backend: only queries, new rows of keys and values, and results are copied.
 ///
-/// The first device that is present is chosen where it has a plan and its estimated time, with start and copies, is below that of the CPU; or
-/// where the CPU has no plan. Masks are not counted, since a problem does not say how large a broadcast one is; nor is the compilation
-/// of kernels, which happens once and is kept on disk. Pure; costs a plan, or two where the CPU is estimated to be faster than a device.
+/// Of the devices with a plan, the one with the least estimated time, start and copies included, is chosen where that is below the time of the
+/// CPU, or where the CPU has no plan. Masks are not counted, since a problem does not say how large a broadcast one is; nor is the compilation
+/// of kernels, which happens once and is kept on disk. Pure; costs a plan for each device, and one more where the CPU is estimated to be faster.
 ///
 /// ```
 /// use flashtile::plan::{Machine, Presence, choose, machines};
@@ -146,18 +148,28 @@ pub fn choose(problem: &Problem, options: PlanOptions, machine: &Machine) -> Cho
         let plan = AnyFacts::new(machine.cpu).plan(problem, options);
         Chosen { backend: "cpu", plan, reason }
     };
-    let is_present = |device: &&Presence| matches!(device, Presence::Present { .. });
-    let first = machine.devices.iter().find(is_present).or(machine.devices.first());
-    match first {
-        None => on_cpu("no other backend is for this machine".to_owned()),
-        Some(Presence::NotBuilt { feature }) => {
-            on_cpu(format!("this build lacks the cargo feature {feature}"))
-        }
-        Some(Presence::Absent { why }) => on_cpu(why.clone()),
-        Some(Presence::Present { name, facts }) => match facts.plan(problem, options) {
-            Err(why) => on_cpu(format!("{name} has no plan: {why}")),
-            Ok(plan) => compare(&machine.cpu, plan, name),
-        },
+    let mut why_not = None;
+    let mut fastest: Option<(f64, &str, AnyPlan)> = None;
+    for device in &machine.devices {
+        let why = match device {
+            Presence::NotBuilt { feature } => format!("this build lacks the cargo feature {feature}"),
+            Presence::Absent { why } => why.clone(),
+            Presence::Present { name, facts } => match facts.plan(problem, options) {
+                Ok(plan) => {
+                    let seconds = plan.rates().seconds(problem);
+                    if fastest.as_ref().is_none_or(|(least, ..)| seconds < *least) {
+                        fastest = Some((seconds, name, plan));
+                    }
+                    continue;
+                }
+                Err(why) => format!("{name} has no plan: {why}"),
+            },
+        };
+        why_not.get_or_insert(why);
+    }
+    match fastest {
+        Some((_, name, plan)) => compare(&machine.cpu, plan, name),
+        None => on_cpu(why_not.unwrap_or_else(|| "no other backend is for this machine".to_owned())),
     }
 }
 

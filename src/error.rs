@@ -61,6 +61,8 @@ pub enum Error {
         /// The operating systems that support it.
         systems: &'static str,
     },
+    /// A kernel has broken its contract on the simulator: a mistake of flashtile's, not of the caller's.
+    Fault(Arc<dyn std::error::Error + Send + Sync>),
     /// A device, its driver or its compiler refused, for a reason that no CPU has. [`Error::of_device`] has the error of its
     /// backend.
     Device(Arc<dyn std::error::Error + Send + Sync>),
@@ -103,7 +105,7 @@ impl Error {
             Self::Quality(error) => error,
             Self::BackendName(error) => error,
             Self::Memory { .. } | Self::Feature { .. } | Self::System { .. } => return None,
-            Self::Device(error) => &**error,
+            Self::Device(error) | Self::Fault(error) => &**error,
         })
     }
 }
@@ -171,6 +173,8 @@ impl From<WorkspaceError> for Error {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendNameError {
+    /// `auto` names the backend that suits a problem, and there is no problem.
+    Auto,
     /// There is no backend of this name.
     Unknown {
         /// The text.
@@ -190,6 +194,7 @@ pub enum BackendNameError {
 impl std::fmt::Display for BackendNameError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Auto => f.write_str("auto is chosen for a problem, expected the name of a backend"),
             Self::Unknown { name, known } => {
                 let (last, others) = known.split_last().map_or(("auto", &[][..]), |(last, all)| (last, all));
                 write!(f, "no backend is called '{name}', expected auto, {} or {last}", others.join(", "))

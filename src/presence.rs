@@ -1,6 +1,11 @@
 //! A device of a machine, or the reason why it cannot be used.
 
+use crate::backend::Backend;
 use flashtile_core::plan::AnyFacts;
+use std::sync::Arc;
+
+/// A device that can be used, or why it cannot.
+pub(crate) type Candidate = Result<Arc<dyn Backend>, Presence>;
 
 /// A device, or why there is none.
 #[derive(Debug, Clone, PartialEq)]

@@ -55,6 +55,7 @@ impl From<flashtile::Error> for Failure {
                 ),
             ),
             flashtile::Error::System { .. } => Self::at("--backend", error),
+            flashtile::Error::Fault(_) => Self::wrong(error),
             error => Self::new(error),
         }
     }

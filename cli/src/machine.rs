@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::options::{CpuArgs, Kernels};
 use crate::report;
-use flashtile::{AnyPlan, Backend, Cpu, Dtype, Limit, PlanOptions, Rate, Unit};
+use flashtile::{AnyPlan, Backend, Cpu, Limit, PlanOptions, Rate, Unit};
 
 /// Runs work on a pool of `threads` threads, or on the default pool.
 pub(crate) fn on_threads<R: Send>(
@@ -66,17 +66,17 @@ pub(crate) const fn rate_name(rate: Rate) -> &'static str {
 
 impl Bound {
     /// Measures a rate.
-    pub(crate) fn measure(backend: &dyn Backend, rate: Rate, dtype: Dtype) -> Result<Self> {
-        Ok(Self { rate, limit: backend.limit(rate, dtype)? })
+    pub(crate) fn measure(backend: &dyn Backend, rate: Rate, unit: &Unit) -> Result<Self> {
+        Ok(Self { rate, limit: backend.limit(rate, unit)? })
     }
 
     /// Measures the rate that bounds the time of the work.
-    pub(crate) fn of(backend: &dyn Backend, unit: &Unit, work: &Work, dtype: Dtype) -> Result<Self> {
-        let arithmetic = Self::measure(backend, Rate::Arithmetic, dtype)?;
+    pub(crate) fn of(backend: &dyn Backend, unit: &Unit, work: &Work) -> Result<Self> {
+        let arithmetic = Self::measure(backend, Rate::Arithmetic, unit)?;
         if work.flops >= work.bytes * unit.max_intensity {
             return Ok(arithmetic);
         }
-        let bandwidth = Self::measure(backend, Rate::Bandwidth, dtype)?;
+        let bandwidth = Self::measure(backend, Rate::Bandwidth, unit)?;
         Ok(if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth })
     }
 

@@ -51,7 +51,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
     /// Backend to plan for; the plan says why it was chosen
-    #[arg(long, value_parser = backend(AUTO, &["reference", "simulator"]), default_value = "auto")]
+    #[arg(long, value_parser = backend(AUTO, &[]), default_value = "auto")]
     pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -241,10 +241,6 @@ impl Target {
             let plan = |options| facts.plan(problem, options);
             let plan = plan(options).map_err(|error| unplanned(problem, plan, &error))?;
             return Ok(Self { device: name.clone(), reason: "--device asks for it".to_owned(), plan });
-        }
-        let name = args.backend.backend();
-        if !(args.backend.is_auto() || name == "cpu" || args.cpu.given().is_empty()) {
-            return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
         }
         let choice = select(args.backend, args.cpu, problem, options)?;
         let plan = planned(&choice, args.backend, problem)?;

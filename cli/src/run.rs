@@ -289,12 +289,12 @@ impl<'a> Results<'a> {
 /// Runs and times the plan on the chosen backend. The time is that of kernels, without copies between host and device.
 fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let plan = planned(&choice, asked, job.problem)?;
-    let (backend, dtype) = (&*choice.backend, job.problem.dtype());
+    let backend = &*choice.backend;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
-    let (work, unit) = (Work::of(&plan), backend.unit(dtype));
-    let measured = |unit: &Unit| Bound::of(backend, unit, &work, dtype);
-    let before = unit.as_ref().filter(|_| work.flops >= MIN_FLOPS).map(measured).transpose()?;
+    let (work, unit) = (Work::of(&plan), backend.unit(&plan));
+    let compared = unit.as_ref().filter(|_| work.flops >= MIN_FLOPS);
+    let before = compared.map(|unit| Bound::of(backend, unit, &work)).transpose()?;
     let mut run = backend.timed(&plan, &[inputs], &outputs)?;
     let (seconds, repetitions) = match unit {
         Some(_) => median(|| Ok(run.seconds(&mut outputs)?))?,
@@ -303,9 +303,15 @@ fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>
     };
     run.download(&mut outputs)?;
     drop(run);
-    // The machine may have been busy during one of the two measurements.
-    let again = |bound: Bound| Ok::<Bound, Failure>(bound.max(Bound::measure(backend, bound.rate, dtype)?));
-    let bound = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
+    let bound = match (before, &unit) {
+        (Some(before), Some(unit)) if unit.threads.is_some() && seconds >= MIN_SECONDS => {
+            // The machine may have been busy during one of the two measurements.
+            Some(before.max(Bound::measure(backend, before.rate, unit)?))
+        }
+        // Calls are no part of the times of a device's own clock.
+        (before, Some(unit)) if unit.threads.is_none() => before,
+        _ => None,
+    };
     let Job { operands, .. } = job;
     let (problem, order, stored) = (operands.problem.clone(), operands.order, job.stored());
     Ok(Done { plan, unit, problem, order, stored, work, seconds, repetitions, bound, choice })

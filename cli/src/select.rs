@@ -14,7 +14,11 @@ pub(crate) fn select(
     options: PlanOptions,
 ) -> Result<Choice> {
     let given = cpu.given();
-    if given.is_empty() && asked.backend() != "cpu" {
+    let name = asked.backend();
+    if !(asked.is_auto() || name == "cpu" || given.is_empty()) {
+        return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
+    }
+    if given.is_empty() && name != "cpu" {
         return Ok(asked.choose(problem, options)?);
     }
     let verb = if given.len() == 1 { "asks" } else { "ask" };

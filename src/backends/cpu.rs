@@ -1,11 +1,11 @@
 //! The processor.
 
-use super::own_plan::plan_of;
+use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
-use flashtile_core::dtype::Dtype;
-use flashtile_core::inputs::{Inputs, Outputs, RunError};
+use flashtile_core::inputs::{self, Inputs, Outputs};
+use flashtile_core::isa::Isa;
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
 use flashtile_core::problem::ProblemDesc;
 use flashtile_cpu::cpu::Cpu;
@@ -46,9 +46,10 @@ impl Backend for Cpu {
         &'t self,
         plan: &'t AnyPlan,
         inputs: &[Inputs<'t>],
-        _: &Outputs<'_>,
+        outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>> {
         let plan: &CpuPlan = plan_of(plan)?;
+        inputs::check(plan.problem(), first(inputs)?, outputs)?;
         Ok(Box::new(CpuRun {
             cpu: self,
             plan,
@@ -63,20 +64,21 @@ impl Backend for Cpu {
         (2 * self.facts().l3).div_ceil((bytes as usize).max(1)).clamp(1, MAX_COPIES)
     }
 
-    fn unit(&self, dtype: Dtype) -> Option<Unit> {
-        let facts = self.facts();
-        let name = facts.isa.for_dtype(dtype).name().to_owned();
-        Some(Unit { name, threads: Some(facts.threads), dtype: None, max_intensity: 64.0 })
+    fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
+        let plan: &CpuPlan = plan.of()?;
+        let name = plan.isa().name().to_owned();
+        Some(Unit { name, threads: Some(plan.threads()), dtype: None, max_intensity: 64.0 })
     }
 
-    fn limit(&self, rate: Rate, dtype: Dtype) -> Result<Limit> {
-        let facts = self.facts();
+    fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
+        let threads = unit.threads.unwrap_or(self.facts().threads);
         Ok(match rate {
             Rate::Arithmetic => {
-                let isa = facts.isa.for_dtype(dtype);
-                Limit { per_second: limits::fma_peak(isa, facts.threads), by: "FMA" }
+                let isa = Isa::ALL.into_iter().find(|isa| isa.name() == unit.name);
+                let isa = isa.unwrap_or(self.facts().isa);
+                Limit { per_second: limits::fma_peak(isa, threads), by: "FMA" }
             }
-            Rate::Bandwidth => Limit { per_second: limits::read_bandwidth(facts.threads), by: "read" },
+            Rate::Bandwidth => Limit { per_second: limits::read_bandwidth(threads), by: "read" },
         })
     }
 }
@@ -99,8 +101,7 @@ struct CpuRun<'t> {
 
 impl TimedRun for CpuRun<'_> {
     fn launch(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
-        let missing = RunError::Length { tensor: "inputs", expected: 1, got: 0 };
-        let inputs = self.inputs.get(self.next).ok_or(missing)?;
+        let inputs = &self.inputs[self.next];
         self.cpu.run(self.plan, inputs, outputs, &mut self.workspace).map_err(Error::Run)?;
         self.next = (self.next + 1) % self.inputs.len();
         Ok(())

@@ -1,17 +1,17 @@
 //! CUDA devices.
 
-use super::own_plan::plan_of;
+use super::gpu::host_seconds;
+use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
 use crate::error::{Error, Result};
-use crate::presence::Presence;
+use crate::presence::{Candidate, Presence};
 use flashtile_core::dtype::Dtype;
-use flashtile_core::inputs::{Inputs, Outputs, RunError};
+use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
 use flashtile_cuda::limits::{self, ProductUnit};
-use flashtile_cuda::plan::machines;
+use flashtile_cuda::plan::{CudaPlan, machines};
 use flashtile_cuda::{Cuda, CudaError, Gpu};
 use std::sync::Arc;
-use std::time::Instant;
 
 pub(crate) fn count() -> Result<usize> {
     match Cuda::count()? {
@@ -31,20 +31,20 @@ fn shared(device: usize) -> std::result::Result<Cuda, CudaError> {
 }
 
 /// The first device, if it starts and kernels can be compiled for it.
-pub(crate) fn candidate() -> Option<Presence> {
+pub(crate) fn candidate() -> Option<Candidate> {
     if cfg!(target_vendor = "apple") {
         return None;
     }
     let cuda = match shared(0) {
         Ok(cuda) => cuda,
         Err(CudaError::Unsupported(why)) => {
-            return Some(Presence::Absent { why: format!("CUDA device 0 cannot be used: {why}") });
+            return Some(Err(Presence::Absent { why: format!("CUDA device 0 cannot be used: {why}") }));
         }
-        Err(other) => return Some(Presence::Absent { why: other.to_string() }),
+        Err(other) => return Some(Err(Presence::Absent { why: other.to_string() })),
     };
     Some(match cuda.compiler() {
-        Ok(_) => Presence::Present { name: cuda.name().to_owned(), facts: AnyFacts::new(*cuda.facts()) },
-        Err(why) => Presence::Absent { why: format!("{} cannot be used: {why}", cuda.name()) },
+        Ok(_) => Ok(Arc::new(cuda)),
+        Err(why) => Err(Presence::Absent { why: format!("{} cannot be used: {why}", cuda.name()) }),
     })
 }
 
@@ -99,17 +99,19 @@ impl Backend for Cuda {
         inputs: &[Inputs<'t>],
         outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>> {
-        let missing = RunError::Length { tensor: "inputs", expected: 1, got: 0 };
-        let inputs = inputs.first().ok_or(missing)?;
+        let inputs = first(inputs)?;
         Ok(Box::new(flashtile_cuda::TimedRun::new(self, plan_of(plan)?, inputs, outputs)?))
     }
 
-    fn unit(&self, dtype: Dtype) -> Option<Unit> {
+    fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
+        plan.of::<CudaPlan>()?;
         let name = self.name().to_owned();
-        Some(Unit { name, threads: None, dtype: Some(dtype), max_intensity: 1000.0 })
+        let dtype = Some(plan.problem().dtype());
+        Some(Unit { name, threads: None, dtype, max_intensity: 1000.0 })
     }
 
-    fn limit(&self, rate: Rate, dtype: Dtype) -> Result<Limit> {
+    fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
+        let dtype = unit.dtype.unwrap_or(Dtype::F32);
         Ok(match rate {
             Rate::Arithmetic => {
                 let peak = limits::matrix_peak(self, dtype)?;
@@ -125,9 +127,6 @@ impl Backend for Cuda {
     }
 }
 
-/// Launches whose host time is measured.
-const LAUNCHES: usize = 100;
-
 impl TimedRun for flashtile_cuda::TimedRun {
     fn launch(&mut self, _: &mut Outputs<'_>) -> Result<()> {
         Ok(self.launch()?)
@@ -142,9 +141,7 @@ impl TimedRun for flashtile_cuda::TimedRun {
     }
 
     fn host_seconds(&mut self) -> Result<Option<f64>> {
-        let started = Instant::now();
-        (0..LAUNCHES).try_for_each(|_| self.launch())?;
-        let seconds = started.elapsed().as_secs_f64() / LAUNCHES as f64;
+        let seconds = host_seconds(|| Ok(self.launch()?))?;
         self.wait()?;
         Ok(Some(seconds))
     }

@@ -10,11 +10,27 @@ use flashtile_gpu::engine::Engine;
 use flashtile_gpu::session::Session;
 use std::error::Error as StdError;
 use std::fmt;
+use std::time::Instant;
+
+/// Launches whose host time is measured.
+const LAUNCHES: usize = 100;
+
+/// Seconds of the host for one launch, of many.
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "metal")),
+    allow(dead_code, reason = "the simulator runs at once")
+)]
+pub(super) fn host_seconds(mut launch: impl FnMut() -> Result<()>) -> Result<f64> {
+    let started = Instant::now();
+    (0..LAUNCHES).try_for_each(|_| launch())?;
+    Ok(started.elapsed().as_secs_f64() / LAUNCHES as f64)
+}
 
 impl<E> HostSession for Session<E>
 where
     E: Engine + fmt::Debug,
     E::Device: fmt::Debug,
+    Session<E>: Send,
     Error: From<E::Error>,
 {
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {

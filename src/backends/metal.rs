@@ -16,14 +16,14 @@ pub(crate) fn known() -> Vec<(&'static str, AnyFacts)> {
 mod elsewhere {
     use crate::backend::Backend;
     use crate::error::{Error, Result};
-    use crate::presence::Presence;
+    use crate::presence::Candidate;
     use std::sync::Arc;
 
     pub(crate) fn open(_: usize) -> Result<Arc<dyn Backend>> {
         Err(Error::System { asked: "metal".to_owned(), systems: "a system of Apple's" })
     }
 
-    pub(crate) const fn candidate() -> Option<Presence> {
+    pub(crate) const fn candidate() -> Option<Candidate> {
         None
     }
 }
@@ -31,15 +31,15 @@ mod elsewhere {
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod on_apple {
     use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
-    use crate::backends::own_plan::plan_of;
+    use crate::backends::gpu::host_seconds;
+    use crate::backends::own_plan::{first, plan_of};
     use crate::error::{Error, Result};
-    use crate::presence::Presence;
+    use crate::presence::{Candidate, Presence};
     use flashtile_core::dtype::Dtype;
-    use flashtile_core::inputs::{Inputs, Outputs, RunError};
+    use flashtile_core::inputs::{Inputs, Outputs};
     use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
     use flashtile_metal::{DeviceError, Metal, MetalError, MetalPlan, SessionError, limits};
     use std::sync::{Arc, OnceLock};
-    use std::time::Instant;
 
     pub(crate) fn open(_: usize) -> Result<Arc<dyn Backend>> {
         Ok(Arc::new(shared()?))
@@ -52,13 +52,11 @@ mod on_apple {
     }
 
     /// The system's default device, if it passes its self-check.
-    pub(crate) fn candidate() -> Option<Presence> {
+    pub(crate) fn candidate() -> Option<Candidate> {
         let found = shared().map_err(|error| error.to_string());
         Some(match found.and_then(|metal| metal.self_check().map(|()| metal)) {
-            Ok(metal) => {
-                Presence::Present { name: metal.name().to_owned(), facts: AnyFacts::new(*metal.facts()) }
-            }
-            Err(why) => Presence::Absent { why },
+            Ok(metal) => Ok(Arc::new(metal)),
+            Err(why) => Err(Presence::Absent { why }),
         })
     }
 
@@ -88,9 +86,7 @@ mod on_apple {
         }
 
         fn prepare(&self, plan: &AnyPlan) -> Result<()> {
-            let plan: &MetalPlan = plan_of(plan)?;
-            self.session_with(plan.options()).plan(plan.problem().desc())?;
-            Ok(())
+            Ok(self.prepare(plan_of(plan)?)?)
         }
 
         fn session(&self, options: PlanOptions) -> Result<Box<dyn HostSession>> {
@@ -103,17 +99,19 @@ mod on_apple {
             inputs: &[Inputs<'t>],
             outputs: &Outputs<'_>,
         ) -> Result<Box<dyn TimedRun + 't>> {
-            let missing = RunError::Length { tensor: "inputs", expected: 1, got: 0 };
-            let inputs = inputs.first().ok_or(missing)?;
+            let inputs = first(inputs)?;
             Ok(Box::new(flashtile_metal::TimedRun::new(self, plan_of(plan)?, inputs, outputs)?))
         }
 
-        fn unit(&self, dtype: Dtype) -> Option<Unit> {
+        fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
+            plan.of::<MetalPlan>()?;
             let name = self.name().to_owned();
-            Some(Unit { name, threads: None, dtype: Some(dtype), max_intensity: 100.0 })
+            let dtype = Some(plan.problem().dtype());
+            Some(Unit { name, threads: None, dtype, max_intensity: 100.0 })
         }
 
-        fn limit(&self, rate: Rate, dtype: Dtype) -> Result<Limit> {
+        fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
+            let dtype = unit.dtype.unwrap_or(Dtype::F32);
             Ok(match rate {
                 Rate::Arithmetic => {
                     Limit { per_second: limits::matrix_peak(self, dtype)?, by: "simdgroup matrix" }
@@ -122,9 +120,6 @@ mod on_apple {
             })
         }
     }
-
-    /// Launches whose host time is measured.
-    const LAUNCHES: usize = 100;
 
     impl TimedRun for flashtile_metal::TimedRun {
         fn launch(&mut self, _: &mut Outputs<'_>) -> Result<()> {
@@ -140,9 +135,7 @@ mod on_apple {
         }
 
         fn host_seconds(&mut self) -> Result<Option<f64>> {
-            let started = Instant::now();
-            (0..LAUNCHES).try_for_each(|_| self.launch())?;
-            let seconds = started.elapsed().as_secs_f64() / LAUNCHES as f64;
+            let seconds = host_seconds(|| Ok(self.launch()?))?;
             self.wait()?;
             Ok(Some(seconds))
         }

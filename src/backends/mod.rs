@@ -16,6 +16,8 @@ use crate::backend::Backend;
 #[cfg(not(all(feature = "cuda", feature = "metal", feature = "simulator")))]
 use crate::error::Error;
 use crate::error::Result;
+use crate::presence::Candidate;
+#[cfg(not(all(feature = "cuda", feature = "metal")))]
 use crate::presence::Presence;
 use flashtile_core::plan::AnyFacts;
 use std::sync::Arc;
@@ -32,9 +34,9 @@ pub(crate) struct Registered {
     pub(crate) count: fn() -> Result<usize>,
     /// Opens a device by its number. Callers of a process share the device and its kernels.
     pub(crate) open: fn(usize) -> Result<Arc<dyn Backend>>,
-    /// The device that the choice compares with the CPU, or why it is not there; `None` where the backend is not for this system, or
-    /// is never chosen.
-    pub(crate) candidate: fn() -> Option<Presence>,
+    /// The device that the choice compares with the CPU, opened, or why it is not there; `None` where the backend is not for this system,
+    /// or is never chosen.
+    pub(crate) candidate: fn() -> Option<Candidate>,
     /// Machines by name, to plan for those that are absent.
     pub(crate) known: fn() -> Vec<(&'static str, AnyFacts)>,
 }
@@ -53,22 +55,8 @@ impl Registered {
 /// Every backend, in the order of lists.
 pub(crate) static BACKENDS: [Registered; 5] = [
     Registered { known: cpu::known, ..Registered::plain("cpu", "Kernels of this processor", cpu::open) },
-    Registered {
-        is_numbered: true,
-        count: CUDA.count,
-        candidate: CUDA.candidate,
-        known: CUDA.known,
-        ..Registered::plain(
-            "cuda",
-            "Kernels of the first CUDA device; cuda:1 is the second, and so on",
-            CUDA.open,
-        )
-    },
-    Registered {
-        candidate: METAL.candidate,
-        known: METAL.known,
-        ..Registered::plain("metal", "Kernels of the default Metal device, on Apple's systems", METAL.open)
-    },
+    CUDA,
+    METAL,
     Registered::plain("reference", "The definition in f64, on one thread", reference::open),
     Registered::plain(
         "simulator",
@@ -78,45 +66,45 @@ pub(crate) static BACKENDS: [Registered; 5] = [
     ),
 ];
 
-/// The functions of a registered backend that depend on the build.
-struct Functions {
-    count: fn() -> Result<usize>,
-    open: fn(usize) -> Result<Arc<dyn Backend>>,
-    candidate: fn() -> Option<Presence>,
-    known: fn() -> Vec<(&'static str, AnyFacts)>,
-}
+const ABOUT_CUDA: &str = "Kernels of the first CUDA device; cuda:1 is the second, and so on";
+const ABOUT_METAL: &str = "Kernels of the default Metal device, on Apple's systems";
 
 #[cfg(feature = "cuda")]
-const CUDA: Functions =
-    Functions { count: cuda::count, open: cuda::open, candidate: cuda::candidate, known: cuda::known };
+const CUDA: Registered = Registered {
+    is_numbered: true,
+    count: cuda::count,
+    candidate: cuda::candidate,
+    known: cuda::known,
+    ..Registered::plain("cuda", ABOUT_CUDA, cuda::open)
+};
 
 #[cfg(not(feature = "cuda"))]
-const CUDA: Functions = Functions {
-    count: || Ok(1),
-    open: |device| {
+const CUDA: Registered = Registered {
+    is_numbered: true,
+    candidate: || (!cfg!(target_vendor = "apple")).then_some(Err(Presence::NotBuilt { feature: "cuda" })),
+    ..Registered::plain("cuda", ABOUT_CUDA, |device| {
         let number = if device == 0 { String::new() } else { format!(":{device}") };
         Err(Error::Feature { asked: format!("cuda{number}"), feature: "cuda" })
-    },
-    candidate: || (!cfg!(target_vendor = "apple")).then_some(Presence::NotBuilt { feature: "cuda" }),
-    known: Vec::new,
+    })
 };
 
 #[cfg(feature = "metal")]
-const METAL: Functions =
-    Functions { count: || Ok(1), open: metal::open, candidate: metal::candidate, known: metal::known };
+const METAL: Registered = Registered {
+    candidate: metal::candidate,
+    known: metal::known,
+    ..Registered::plain("metal", ABOUT_METAL, metal::open)
+};
 
 #[cfg(not(feature = "metal"))]
-const METAL: Functions = Functions {
-    count: || Ok(1),
-    open: |_| {
+const METAL: Registered = Registered {
+    candidate: || cfg!(target_vendor = "apple").then_some(Err(Presence::NotBuilt { feature: "metal" })),
+    ..Registered::plain("metal", ABOUT_METAL, |_| {
         let asked = "metal".to_owned();
         Err(match cfg!(target_vendor = "apple") {
             true => Error::Feature { asked, feature: "metal" },
             false => Error::System { asked, systems: "a system of Apple's" },
         })
-    },
-    candidate: || cfg!(target_vendor = "apple").then_some(Presence::NotBuilt { feature: "metal" }),
-    known: Vec::new,
+    })
 };
 
 #[cfg(feature = "simulator")]

@@ -1,6 +1,6 @@
 //! The reference: attention by definition, in f64 on one thread.
 
-use super::own_plan::plan_of;
+use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
 use crate::error::{Error, Result};
 use flashtile_core::inputs::{self, Inputs, Outputs};
@@ -112,10 +112,11 @@ impl Backend for Reference {
         &'t self,
         plan: &'t AnyPlan,
         inputs: &[Inputs<'t>],
-        _: &Outputs<'_>,
+        outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>> {
-        let plan: &ReferencePlan = plan_of(plan)?;
-        Ok(Box::new(ReferenceRun { problem: &plan.problem, inputs: inputs.to_vec() }))
+        let (plan, inputs) = (plan_of::<ReferencePlan>(plan)?, *first(inputs)?);
+        inputs::check(&plan.problem, &inputs, outputs)?;
+        Ok(Box::new(ReferenceRun { problem: &plan.problem, inputs }))
     }
 }
 
@@ -133,12 +134,12 @@ impl HostSession for ReferenceSession {
 
 struct ReferenceRun<'t> {
     problem: &'t Problem,
-    inputs: Vec<Inputs<'t>>,
+    inputs: Inputs<'t>,
 }
 
 impl TimedRun for ReferenceRun<'_> {
     fn launch(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
-        self.inputs.first().map_or(Ok(()), |inputs| compute(self.problem, inputs, outputs))
+        compute(self.problem, &self.inputs, outputs)
     }
 }
 

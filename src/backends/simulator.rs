@@ -1,16 +1,21 @@
 //! The portable kernels on the simulator of the kernel language, which checks every access.
 
-use super::own_plan::plan_of;
+use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
-use crate::error::Result;
-use flashtile_core::inputs::{Inputs, Outputs};
+use crate::error::{Error, Result};
+use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::{
     AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
 };
 use flashtile_core::problem::{Problem, ProblemDesc, Sequence};
 use flashtile_core::quality::Accumulation;
+use flashtile_gpu::SessionError;
+use flashtile_gpu::engine::PortableEngine;
 use flashtile_gpu::plan::Plan as PortablePlan;
+use flashtile_gpu::session::Session;
 use flashtile_gpu::simulator::{DECODE_TILE, find, no_native, session};
+use flashtile_gpu::tile::Tiling;
+use flashtile_kernel::simulator::{Fault, Simulator as Device};
 use std::fmt;
 use std::sync::Arc;
 
@@ -58,7 +63,7 @@ impl Plan for SimulatorPlan {
     }
 
     fn splits(&self) -> usize {
-        DECODE_TILE.splits
+        tiling(self.options).splits
     }
 
     fn task_count(&self) -> usize {
@@ -74,6 +79,13 @@ impl Plan for SimulatorPlan {
     }
 }
 
+/// The tile that has native code, with as many splits as the options allow.
+fn tiling(options: PlanOptions) -> Tiling {
+    DECODE_TILE
+        .tile
+        .with_splits(options.splits.map_or(DECODE_TILE.splits, |splits| splits.min(DECODE_TILE.splits)))
+}
+
 impl Facts for Simulator {
     type Plan = SimulatorPlan;
 
@@ -87,8 +99,8 @@ impl Facts for Simulator {
         if options.kernels == KernelChoice::Native {
             return Err(Unsupported::Kernels { asked: options.kernels });
         }
-        if let Some(got) = options.splits.filter(|&got| got != DECODE_TILE.splits) {
-            return Err(Unsupported::Splits { got, max: DECODE_TILE.splits });
+        if options.splits == Some(0) {
+            return Err(Unsupported::Splits { got: 0, max: DECODE_TILE.splits });
         }
         let heads = problem.dims().q_heads;
         let scores = problem.sequences().iter().map(|s| s.q_len.saturating_mul(s.kv_len));
@@ -96,7 +108,7 @@ impl Facts for Simulator {
         if scores > MAX_SCORES {
             return Err(Unsupported::Size { what: "scores on the simulator", got: scores, max: MAX_SCORES });
         }
-        let plan = PortablePlan::with_tiling(problem, DECODE_TILE)?;
+        let plan = PortablePlan::with_tiling(problem, tiling(options))?;
         match plan.with_native(find) {
             Some(_) => Ok(SimulatorPlan { problem: problem.clone(), options }),
             None => Err(Unsupported::Instance { why: no_native(problem) }),
@@ -135,40 +147,54 @@ impl Backend for Simulator {
     }
 
     fn session(&self, options: PlanOptions) -> Result<Box<dyn HostSession>> {
-        Ok(Box::new(SimulatorSession { options }))
+        Ok(Box::new(SimulatorSession { options, session: session(tiling(options)) }))
     }
 
     fn timed<'t>(
         &'t self,
         plan: &'t AnyPlan,
         inputs: &[Inputs<'t>],
-        _: &Outputs<'_>,
+        outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>> {
-        let plan: &SimulatorPlan = plan_of(plan)?;
-        Ok(Box::new(SimulatorRun { desc: plan.problem.desc(), inputs: inputs.to_vec() }))
+        let (plan, inputs) = (plan_of::<SimulatorPlan>(plan)?, *first(inputs)?);
+        inputs::check(&plan.problem, &inputs, outputs)?;
+        let session = session(tiling(plan.options));
+        Ok(Box::new(SimulatorRun { desc: plan.problem.desc(), inputs, session }))
     }
 }
+
+type PortableSession = Session<PortableEngine<Device>>;
 
 #[derive(Debug)]
 struct SimulatorSession {
     options: PlanOptions,
+    session: PortableSession,
 }
 
 impl HostSession for SimulatorSession {
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+        // Refuses problems that would take too long.
         Facts::plan(&Simulator, &desc.clone().validate()?, self.options)?;
-        Ok(session(DECODE_TILE).compute(desc, inputs, outputs)?)
+        self.session.compute(desc, inputs, outputs).map_err(fault)
     }
 }
 
 struct SimulatorRun<'t> {
     desc: &'t ProblemDesc,
-    inputs: Vec<Inputs<'t>>,
+    inputs: Inputs<'t>,
+    session: PortableSession,
 }
 
 impl TimedRun for SimulatorRun<'_> {
     fn launch(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
-        let inputs = self.inputs.first();
-        inputs.map_or(Ok(()), |inputs| Ok(session(DECODE_TILE).compute(self.desc, inputs, outputs)?))
+        self.session.compute(self.desc, &self.inputs, outputs).map_err(fault)
+    }
+}
+
+/// A launch fails on the simulator where a kernel breaks its contract.
+fn fault(error: SessionError<Fault>) -> Error {
+    match error {
+        SessionError::Launch(error) => Error::Fault(Arc::new(SessionError::Launch(error))),
+        error => error.into(),
     }
 }

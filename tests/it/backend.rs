@@ -242,6 +242,7 @@ fn backends_have_names() {
     assert_eq!((second.backend(), second.device(), second.is_auto()), ("cuda", 1, false));
     assert_eq!("cuda:0".parse::<BackendName>(), "cuda".parse());
     assert_eq!(BackendName::default(), BackendName::AUTO);
+    assert!(matches!(BackendName::AUTO.open(), Err(Error::BackendName(_))));
     for name in ["", "CPU", "cuda1", "tpu", "cpu:0", " cuda"] {
         let want = format!(
             "no backend is called '{name}', expected auto, cpu, cuda, cuda:N, metal, reference or simulator"
@@ -321,6 +322,8 @@ fn every_backend_of_this_machine_runs() {
             assert!(run.seconds(outputs)? > 0.0 && run.seconds(outputs)? > 0.0);
             run.download(outputs)
         });
+        let mut out = OwnedTensor::zeros(Dtype::F32, dims.out_shape()).unwrap();
+        assert!(backend.timed(&plan, &[], &Outputs::new(out.view_mut())).is_err(), "{name} without inputs");
         // A plan of another backend is refused.
         let other = known_machines()[0].1.plan(&problem, PlanOptions::default()).unwrap();
         let mut out = OwnedTensor::zeros(Dtype::F32, dims.out_shape()).unwrap();
@@ -365,6 +368,9 @@ fn every_plan_says_what_the_plan_inside_says() {
             let explained = plan.explain();
             assert!(explained.lines.iter().any(|(heading, _)| *heading == "kernel"), "{explained:?}");
             assert!(!explained.machine.is_empty() && !explained.fields.is_empty());
+            // The serialised form has these names beside the fields.
+            let taken = ["backend", "kernel", "tasks", "splits", "workspace_bytes", "problem", "options"];
+            assert!(explained.fields.iter().all(|(name, _)| !taken.contains(name)), "{:?}", explained.fields);
         }
     }
 }

@@ -6,7 +6,7 @@ use flashtile::problem::Sequence;
 use flashtile::quality::Accumulation;
 use flashtile::{
     AnyPlan, Backend, Choice, Dims, Dtype, Error, HostSession, Inputs, Outputs, OwnedTensor, PlanOptions,
-    Problem, ProblemDesc, TimedRun, Unsupported,
+    Problem, ProblemDesc, RunError, TimedRun, Unsupported,
 };
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -99,7 +99,7 @@ impl Backend for Recording {
         _: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>> {
         let Some(RecordingPlan(..)) = plan.of() else {
-            return Err(Error::Unsupported(Unsupported::SkipTiles));
+            return Err(Error::Run(RunError::OtherBackend { kernel: plan.kernel() }));
         };
         self.note(format!("timed {}", inputs.len()));
         Ok(Box::new(self.clone()))

@@ -14,7 +14,7 @@ use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::reference::{self, Attention};
 use flashtile::{
     AnyPlan, Backend, BlockTables, Codec, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
-    ProblemDesc, QOffset, TensorView, TensorViewMut, TimedRun,
+    ProblemDesc, QOffset, TensorView, TensorViewMut, TimedRun, Unit,
 };
 use flashtile_bench::seeded::{Rng, fill_normal};
 use rayon::prelude::*;
@@ -33,6 +33,7 @@ const DISTINCT_ROWS: usize = 4099;
 pub(super) struct Measured {
     pub(super) row: Row,
     pub(super) kernel: String,
+    pub(super) unit: Unit,
     pub(super) work: Work,
     /// Quartiles of the times in seconds; the second is the median.
     pub(super) quartiles: [f64; 3],
@@ -226,15 +227,40 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
 }
 
 /// A backend, and how it plans rows.
-pub(super) struct Planned {
+pub(super) struct Planner {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) options: PlanOptions,
     /// A tile of CUDA kernels that the planner would not choose.
     pub(super) tile: Option<CudaTile>,
 }
 
-impl Planned {
-    fn plan(&self, problem: &Problem) -> Result<AnyPlan> {
+/// A row with its plans.
+pub(super) struct Planned {
+    pub(super) row: Row,
+    plan: AnyPlan,
+    /// The plan without shared prefixes, where the first reads them once for all sequences.
+    apart: Option<AnyPlan>,
+    unit: Unit,
+}
+
+impl Planner {
+    /// Plans a row, and finds the unit that computes it.
+    ///
+    /// # Errors
+    /// If there is no plan, or the backend is not compared with the hardware.
+    pub(super) fn plan(&self, row: Row) -> Result<(Planned, Unit)> {
+        let plan = self.plan_problem(&row.problem)?;
+        let unit = self.backend.unit(&plan).ok_or_else(|| {
+            let what = "expected auto, cpu, cuda or metal: other backends are not measured";
+            Failure::at("--backend", what)
+        })?;
+        let reads_once = plan.kv_bytes() < plan.problem().kv_bytes();
+        let apart = without_prefixes(&row.problem)?.filter(|_| reads_once);
+        let apart = apart.map(|problem| self.plan_problem(&problem)).transpose()?;
+        Ok((Planned { row, plan, apart, unit: unit.clone() }, unit))
+    }
+
+    fn plan_problem(&self, problem: &Problem) -> Result<AnyPlan> {
         match self.tile {
             Some(tile) => tile::plan(problem, &self.backend.facts(), self.options, tile),
             None => self.backend.plan(problem, self.options).map_err(Failure::new),
@@ -242,46 +268,43 @@ impl Planned {
     }
 }
 
-/// A row with its plans and its data.
+/// A row with its data.
 struct Subject<'a> {
-    row: &'a Row,
-    plan: AnyPlan,
-    /// The plan without shared prefixes, for a row that has them.
-    apart: Option<AnyPlan>,
+    planned: &'a Planned,
     copies: Vec<Operands>,
-    /// Seconds to compile and load the kernels, if that was not done before.
+    /// Seconds to compile and load the kernels, where that was not done before.
     prepare: f64,
 }
 
 impl<'a> Subject<'a> {
-    /// Plans a row and generates its data.
-    fn new(planner: &Planned, row: &'a Row) -> Result<Self> {
-        let plan = planner.plan(&row.problem)?;
-        let apart = without_prefixes(&row.problem)?.map(|problem| planner.plan(&problem)).transpose()?;
+    /// Generates the data of a row, and compiles its kernels.
+    fn new(backend: &dyn Backend, planned: &'a Planned) -> Result<Self> {
+        let Planned { row, plan, .. } = planned;
         let started = Instant::now();
-        planner.backend.prepare(&plan)?;
+        backend.prepare(plan)?;
         let prepare = started.elapsed().as_secs_f64();
         let mut copies = vec![Operands::random(row, 1)?];
         if row.kind == Kind::Decode {
-            // In decode, a cache is cold: it was not read a moment ago.
-            for _ in 1..planner.backend.cold_copies(plan.kv_bytes()) {
+            // A cache under decode was not read a moment ago.
+            for _ in 1..backend.cold_copies(plan.kv_bytes()) {
                 copies.push(copies[0].copy()?);
             }
         }
-        Ok(Self { row, plan, apart, copies, prepare })
+        Ok(Self { planned, copies, prepare })
     }
 
     fn timer<'s>(&'s self, backend: &'s dyn Backend) -> Result<Timer<'s>> {
-        let inputs = self.copies.iter().map(|copy| copy.inputs(&self.row.problem));
+        let Planned { row, plan, apart, .. } = self.planned;
+        let problem = &row.problem;
+        let inputs = self.copies.iter().map(|copy| copy.inputs(problem));
         let mut inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let problem = &self.row.problem;
         let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;
-        let mut run = backend.timed(&self.plan, &inputs, &outputs(problem, &mut out)?)?;
+        let mut run = backend.timed(plan, &inputs, &outputs(problem, &mut out)?)?;
         run.compute(&mut outputs(problem, &mut out)?)?;
-        let nrmse = check(problem, self.plan.accumulation(), &self.copies[0], &out)?;
+        let nrmse = check(problem, plan.accumulation(), &self.copies[0], &out)?;
         // The run without prefixes starts with other copies than the ones that were just read.
         inputs.rotate_left(self.copies.len() / 2);
-        let apart = match &self.apart {
+        let apart = match apart {
             None => None,
             Some(plan) => Some(backend.timed(plan, &inputs, &outputs(problem, &mut out)?)?),
         };
@@ -309,7 +332,7 @@ struct Timer<'s> {
 
 impl Timer<'_> {
     fn turn(&mut self) -> Result<()> {
-        let mut outputs = outputs(&self.subject.row.problem, &mut self.out)?;
+        let mut outputs = outputs(&self.subject.planned.row.problem, &mut self.out)?;
         self.times.push(self.run.seconds(&mut outputs)?);
         if let Some(run) = &mut self.apart {
             self.times_apart.push(run.seconds(&mut outputs)?);
@@ -321,11 +344,12 @@ impl Timer<'_> {
     /// times, because a device computes these launches back to back and lowers its clock meanwhile.
     fn measured(mut self) -> Result<Measured> {
         let host = self.run.host_seconds()?;
-        let Subject { row, plan, copies, prepare, .. } = self.subject;
+        let Subject { planned: Planned { row, plan, unit, .. }, copies, prepare } = self.subject;
         self.times_apart.sort_by(f64::total_cmp);
         Ok(Measured {
-            row: (*row).clone(),
+            row: row.clone(),
             kernel: plan.kernel(),
+            unit: unit.clone(),
             work: Work::of(plan),
             quartiles: quartiles(&mut self.times),
             repetitions: self.times.len(),
@@ -338,24 +362,24 @@ impl Timer<'_> {
     }
 }
 
-/// Smallest number of times of a row.
-const MIN_TIMES: usize = 3;
-
 /// Checks and measures rows for `min_time` seconds each on average. Rows take turns, so that changes of the machine's
 /// load affect all of them and their ratios stay meaningful.
-pub(super) fn measure(planner: &Planned, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
-    let subjects = rows.iter().map(|row| Subject::new(planner, row)).collect::<Result<Vec<_>>>()?;
-    let timers = subjects.iter().map(|subject| subject.timer(&*planner.backend));
+pub(super) fn measure(planner: &Planner, rows: &[Planned], min_time: f64) -> Result<Vec<Measured>> {
+    let backend = &*planner.backend;
+    let subjects = rows.iter().map(|row| Subject::new(backend, row)).collect::<Result<Vec<_>>>()?;
+    let timers = subjects.iter().map(|subject| subject.timer(backend));
     let mut timers = timers.collect::<Result<Vec<_>>>()?;
-    turns(min_time * rows.len() as f64, || timers.iter_mut().try_for_each(Timer::turn))?;
+    // A run on a processor may take long.
+    let min = if rows.iter().any(|row| row.unit.threads.is_some()) { 3 } else { 10 };
+    turns(min, min_time * rows.len() as f64, || timers.iter_mut().try_for_each(Timer::turn))?;
     timers.into_iter().map(Timer::measured).collect()
 }
 
-/// Measures the rows in turns for `seconds`, and at least three times.
-fn turns(seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
+/// Measures the rows in turns for `seconds`, and at least `min` times.
+fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
     for n in 0..MAX_TIMES {
-        if n >= MIN_TIMES && started.elapsed().as_secs_f64() >= seconds {
+        if n >= min && started.elapsed().as_secs_f64() >= seconds {
             break;
         }
         turn()?;

@@ -15,14 +15,14 @@ use crate::output::Destination;
 use crate::progress::progress;
 use crate::report::{self, Table};
 use flashtile::plan::CpuFacts;
-use flashtile::{Backend, Dtype, Rate, Unit};
+use flashtile::{Backend, Rate, Unit};
 use group::Group;
 use indicatif::ProgressBar;
-use measure::{Measured, Planned, measure};
+use measure::{Measured, Planned, Planner, measure};
 pub(crate) use options::BenchArgs;
 use options::Group as Asked;
 use peers::Peers;
-use rows::{Kind, Row};
+use rows::Kind;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -47,21 +47,26 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         Asked::Decode => &[Kind::Decode],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
-    let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
+    let planner = Planner { backend, options: machine::options(None, args.kernels.choice), tile: args.tile };
+    let mut planned: Vec<(Kind, Unit, Vec<Planned>)> = Vec::new();
     for &kind in kinds {
         for row in rows::rows(args, kind)? {
-            // Kernels on different units have different limits.
-            let unit = unit(&*backend, row.problem.dtype())?;
-            match planned.iter_mut().find(|(k, u, _)| *k == kind && *u == unit) {
+            let (row, unit) = planner.plan(row)?;
+            // Kernels on different units have different limits. Over codes a dtype may have another unit: such rows stay beside the others,
+            // with which they are compared.
+            let dtype = |of: &Planned| of.row.problem.dtype();
+            let joins = |(k, u, rows): &&mut (Kind, Unit, Vec<Planned>)| {
+                *k == kind && (*u == unit || rows.iter().any(|other| dtype(other) == dtype(&row)))
+            };
+            match planned.iter_mut().find(joins) {
                 Some((_, _, rows)) => rows.push(row),
                 None => planned.push((kind, unit, vec![row])),
             }
         }
     }
-    peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;
-    let options = machine::options(None, args.kernels.choice);
+    peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows).map(|planned| &planned.row))?;
     let bench = Bench {
-        planner: Planned { backend, options, tile: args.tile },
+        planner,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
         progress: progress(planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() as u64),
     };
@@ -100,24 +105,17 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
 /// Opens the backend that --backend names, and refuses options that do not apply to it.
 fn backend(args: &BenchArgs) -> Result<Arc<dyn Backend>> {
     let name = args.backend.backend();
+    let of_cuda = [("--tile", args.tile.is_some()), ("--kernels", args.kernels.choice != Kernels::Auto)];
+    if let Some((option, _)) = of_cuda.into_iter().find(|(_, given)| *given && name != "cuda") {
+        return Err(Failure::at(option, "applies to the cuda backend only"));
+    }
     if args.backend.is_auto() || name == "cpu" {
-        let only = |option| Err(Failure::at(option, "applies to the cuda backend only"));
-        return match args {
-            BenchArgs { tile: Some(_), .. } => only("--tile"),
-            _ if args.kernels.choice != Kernels::Auto => only("--kernels"),
-            _ => Ok(Arc::new(machine::cpu(args.cpu)?)),
-        };
+        return Ok(Arc::new(machine::cpu(args.cpu)?));
     }
     if args.cpu.isa.is_some() {
         return Err(Failure::at("--isa", "applies to the cpu backend only"));
     }
     Ok(args.backend.open()?)
-}
-
-/// The unit that computes a dtype.
-fn unit(backend: &dyn Backend, dtype: Dtype) -> Result<Unit> {
-    let what = "expected auto, cpu, cuda or metal: other backends are not measured";
-    backend.unit(dtype).ok_or_else(|| Failure::at("--backend", what))
 }
 
 /// Describes the device in the first line of the output.
@@ -130,7 +128,7 @@ fn described(backend: &dyn Backend) -> String {
 
 /// The planner, the time and the progress bar of all measurements.
 struct Bench {
-    planner: Planned,
+    planner: Planner,
     min_time: f64,
     progress: ProgressBar,
 }
@@ -141,8 +139,8 @@ impl Bench {
         self.progress.suspend(print)
     }
 
-    fn measure(&self, rows: &[Row]) -> Result<Vec<Measured>> {
-        let row = &rows[0];
+    fn measure(&self, rows: &[Planned]) -> Result<Vec<Measured>> {
+        let row = &rows[0].row;
         let (kind, dtype, dims) = (row.kind.name(), row.problem.dtype(), row.problem.dims());
         self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, row.length()));
         let measured = measure(&self.planner, rows, self.min_time);
@@ -150,16 +148,15 @@ impl Bench {
         measured
     }
 
-    fn group(&self, kind: Kind, unit: Unit, rows: &[Row]) -> Result<Group> {
+    fn group(&self, kind: Kind, unit: Unit, rows: &[Planned]) -> Result<Group> {
         let rate = match kind {
             Kind::Prefill => Rate::Arithmetic,
             Kind::Decode => Rate::Bandwidth,
         };
-        let dtype = rows[0].problem.dtype();
-        let bound = || Bound::measure(&*self.planner.backend, rate, dtype);
+        let bound = || Bound::measure(&*self.planner.backend, rate, &unit);
         let before = bound()?;
         // Rows that differ only in the cache's layout are compared with each other.
-        let rows = rows.chunk_by(Row::differs_in_cache).map(|rows| self.measure(rows));
+        let rows = rows.chunk_by(|a, b| a.row.differs_in_cache(&b.row)).map(|rows| self.measure(rows));
         let rows = rows.collect::<Result<Vec<_>>>()?.concat();
         let bound = before.max(bound()?);
         Ok(Group { kind, unit, bound, rows })
@@ -229,8 +226,8 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
     let mut json = json!({
         "peer": "flashtile",
         "kernel": measured.kernel,
-        "unit": group.unit.name,
-        "threads": group.unit.threads,
+        "unit": measured.unit.name,
+        "threads": measured.unit.threads,
         "host_seconds": measured.host,
         "prepare_seconds": measured.prepare,
         "seconds_apart": measured.apart,

@@ -215,6 +215,11 @@ pub enum RunError {
         /// Kernel of the plan.
         kernel: String,
     },
+    /// The plan was made for another backend.
+    OtherBackend {
+        /// Kernel of the plan.
+        kernel: String,
+    },
     /// The threads that compute cannot start.
     Threads {
         /// The error of the operating system.
@@ -273,6 +278,7 @@ impl std::fmt::Display for RunError {
             Self::Machine { kernel } => {
                 write!(f, "{kernel} needs instructions that this Cpu does not use")
             }
+            Self::OtherBackend { kernel } => write!(f, "{kernel} is a kernel of another backend"),
             Self::Threads { reason } => write!(f, "the threads of the pool cannot start: {reason}"),
         }
     }

@@ -757,6 +757,33 @@ mod tests {
         assert_eq!(seq_major.get([0, 0, 2, 1]), 17.0);
     }
 
+    /// Rows are rounded once: beside every midpoint of two neighbours of 16 bits lie f64 that f32 takes for the midpoint.
+    #[test]
+    fn rows_are_rounded_once() {
+        fn check<T>(of: fn(u16) -> T, to: fn(&T) -> f64, dtype: Dtype) {
+            #[repr(align(2))]
+            struct Bytes([u8; 4]);
+            let mut bytes = Bytes([0; 4]);
+            let bytes = &mut bytes.0;
+            for bits in (0..0x7bffu16).step_by(37).chain([0, 1, 0x3ff, 0x400]) {
+                let (low, high) = (of(bits), of(bits + 1));
+                let (middle, even) = ((to(&low) + to(&high)) / 2.0, if bits % 2 == 0 { &low } else { &high });
+                let step = f64::from_bits(middle.to_bits() + 1) - middle;
+                let cases = [(middle, even), (middle - step, &low), (middle + step, &high)];
+                for (x, want) in cases.into_iter().chain([(to(&low), &low), (to(&high), &high)]) {
+                    let strides = dense([1, 1, 1, 2]);
+                    let mut view = TensorViewMut::from_bytes(dtype, bytes, [1, 1, 1, 2], strides).unwrap();
+                    view.write_row([0; 3], &[x, -x]);
+                    let got = TensorView::from_bytes(dtype, bytes, [1, 1, 1, 2], strides).unwrap();
+                    let want = to(want) as f32;
+                    assert_eq!([got.get([0; 4]), got.get([0, 0, 0, 1])], [want, -want], "{dtype} {x:e}");
+                }
+            }
+        }
+        check(f16::from_bits, |x| x.to_f64(), Dtype::F16);
+        check(bf16::from_bits, |x| x.to_f64(), Dtype::BF16);
+    }
+
     #[test]
     fn refuses_what_memory_does_not_hold() {
         let mut data = [0.0f32; 23];

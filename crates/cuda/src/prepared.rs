@@ -3,8 +3,9 @@
 use super::device::Cuda;
 use super::error::CudaError;
 use super::native::{NativeFunctions, NativeRun, schedule_bytes};
-use super::portable::{self, USUAL_PAGE_SIZE, loads};
+use super::portable;
 use crate::plan::{CudaPlan, NativePlan, PlannedKernels};
+use flashtile_gpu::plan::USUAL_PAGE_SIZE;
 use flashtile_gpu::run::Runs;
 use flashtile_gpu::session::check;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
@@ -77,7 +78,7 @@ impl Prepared {
         let loaded = match plan.planned_kernels() {
             PlannedKernels::Native(native) => Loaded::Native(NativeFunctions::new(cuda, native)?),
             PlannedKernels::Portable(portable) => {
-                for (instance, constants) in loads(portable, 16, USUAL_PAGE_SIZE)? {
+                for (instance, constants) in portable.plan.loads(16, USUAL_PAGE_SIZE)? {
                     gpu.function(&instance, &constants)?;
                 }
                 Loaded::Portable(Box::new(Runs::new(portable::workspace(&gpu, &portable.plan, at))))

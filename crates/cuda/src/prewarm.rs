@@ -2,9 +2,10 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::portable::{Loads, USUAL_PAGE_SIZE, least_alignment, loads};
+use super::portable::least_alignment;
 use super::sources::{Access, Source};
 use crate::plan::CudaPlan;
+use flashtile_gpu::plan::{Loads, USUAL_PAGE_SIZE};
 use flashtile_kernel::{Constant, Instance};
 use rayon::prelude::*;
 
@@ -40,7 +41,7 @@ impl Cuda {
             for (aligned, page_size) in
                 alignments.flat_map(|aligned| [(aligned, USUAL_PAGE_SIZE), (aligned, 1)])
             {
-                for load in loads(portable, aligned, page_size)? {
+                for load in portable.plan.loads(aligned, page_size)? {
                     let same = |(instance, constants): &(Instance, Vec<Constant>)| {
                         instance.entry() == load.0.entry() && *constants == load.1
                     };

@@ -485,7 +485,8 @@ mod tests {
     }
 
     fn compile_portable_kernels(which: Devices) {
-        use crate::portable::{USUAL_PAGE_SIZE, least_alignment, loads};
+        use crate::portable::least_alignment;
+        use flashtile_gpu::plan::USUAL_PAGE_SIZE;
         use flashtile_kernel::cuda::Program;
         let Some(compiler) = compiler() else { return };
         let mut all = Vec::new();
@@ -563,7 +564,7 @@ mod tests {
                     Access::Element => least_alignment(plan.problem()),
                 };
                 let page_sizes = if portable.kernel.is_paged() { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
-                let all = page_sizes.iter().map(|&size| loads(portable, aligned, size).unwrap());
+                let all = page_sizes.iter().map(|&size| portable.plan.loads(aligned, size).unwrap());
                 for (n, (instance, constants)) in all.flat_map(|loads| loads.into_iter().enumerate()) {
                     let program = Program::of(&instance, &constants);
                     // Waves are counted in groups of the first kernel, of rows in vectors.

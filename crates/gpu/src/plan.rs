@@ -7,12 +7,18 @@
 
 use crate::codecs::Tables;
 use crate::facts::GpuFacts;
-use crate::launches::{Launches, sequences};
+use crate::launches::{Launches, Strides, sequences};
 use crate::shape::Shape;
 use crate::tile::{PortableTile, Tiling};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
-use flashtile_kernel::Instance;
+use flashtile_kernel::{Constant, Instance};
+
+/// Pages whose size is a multiple of this have faster kernels, which are loaded before the first run.
+pub const USUAL_PAGE_SIZE: usize = 16;
+
+/// Kernels, and the values of their constants.
+pub type Loads = Vec<(Instance, Vec<Constant>)>;
 
 /// Alignment of the regions of scratch memory, in bytes.
 const ALIGN: usize = 256;
@@ -179,6 +185,20 @@ impl Plan {
             *to = number.to_ne_bytes();
         }
         bytes
+    }
+
+    /// Kernels and the values of their constants, for runs whose rows start at multiples of `aligned` bytes, with and without a logsumexp, to
+    /// be compiled ahead. Cached keys lie in pages of `page_size` tokens.
+    ///
+    /// # Errors
+    /// [`Unsupported`] where no kernel takes such strides.
+    pub fn loads(&self, aligned: usize, page_size: usize) -> Result<Loads, Unsupported> {
+        let pages = self.problem.is_cached().then_some([page_size, 1]);
+        let placed = self.launches.place(&Strides { aligned, pages, ..Strides::default() }, false)?;
+        // The last kernel writes the logsumexp.
+        let without_lse = self.launches.constants(&placed, false).pop();
+        let all = self.launches.constants(&placed, true).into_iter().chain(without_lse);
+        Ok(all.map(|(instance, constants)| (instance.clone(), constants)).collect())
     }
 
     /// Scratch memory of a run.

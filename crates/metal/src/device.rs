@@ -11,6 +11,7 @@ use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::StoreError;
 use flashtile_gpu::engine::PortableEngine;
+use flashtile_gpu::plan::USUAL_PAGE_SIZE;
 use flashtile_kernel::metal::objc2_metal::{MTLDevice, MTLGPUFamily};
 use flashtile_kernel::metal::{CommandQueue, Error, Gpu, Memory, MetalDevice};
 use flashtile_kernel::{Device, HostAccess, ScalarType};
@@ -93,6 +94,18 @@ impl Metal {
     /// As [`MetalPlan::new`].
     pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<MetalPlan, Unsupported> {
         MetalPlan::new(problem, &self.facts, options)
+    }
+
+    /// Compiles the kernels of a plan for rows that start on 16 bytes, if they are not yet.
+    ///
+    /// # Errors
+    /// The compiler's, with line numbers of the printed source.
+    pub fn prepare(&self, plan: &MetalPlan) -> Result<(), MetalError> {
+        for (instance, constants) in plan.portable().loads(16, USUAL_PAGE_SIZE)? {
+            // Running does not need the kernels on disk.
+            let (_, _kept) = self.gpu.prewarm(&instance, &constants).map_err(device)?;
+        }
+        Ok(())
     }
 
     /// A session on the device's queue.

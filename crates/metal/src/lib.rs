@@ -52,6 +52,7 @@ mod session;
 mod timed;
 
 pub use facts::{ALL_APPLE, MetalFacts, facts_of};
+pub use flashtile_gpu::facts::GpuFacts;
 pub use flashtile_gpu::portable_kernel::PortableKernel;
 pub use flashtile_gpu::tile::PortableTile;
 pub use plan::MetalPlan;

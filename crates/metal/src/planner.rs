@@ -1,4 +1,4 @@
-//! Metal devices among others: their planner, the rates that they reach, and their plans in words.
+//! [`Plan`] and [`Facts`] of Metal devices: rates that they reach, and their plans in words.
 
 use crate::facts::MetalFacts;
 use crate::plan::MetalPlan;

@@ -16,7 +16,7 @@ pub struct TimedRun {
 }
 
 impl TimedRun {
-    /// Copies the inputs to the device, takes memory there for the outputs, and compiles the kernels.
+    /// Copies the inputs to the device, and takes memory there for the outputs.
     ///
     /// # Errors
     /// [`MetalError`].

@@ -1,4 +1,4 @@
-//! The CPU as one of several devices: its planner, the rates that it reaches, and its plans in words.
+//! [`Plan`] and [`Facts`] of the CPU: rates that it reaches, and its plans in words.
 
 use super::cpu_plan::{CpuPlan, isa_for};
 use super::facts::CpuFacts;

@@ -37,7 +37,6 @@ pub use kernel::{CudaKernel, CudaTile};
 pub(crate) use launch::MASK_TILE_ROWS;
 pub(crate) use native::{MaskTileTable, NativePlan};
 pub(crate) use native_kernel::NativeKernel;
-pub(crate) use portable::Portable;
 pub use portable::{PortableKernel, PortableTile};
 pub use sm80::{Sm80Kernel, Sm80Tile};
 pub(crate) use sm90::WARPGROUP_ROWS;

@@ -1,4 +1,4 @@
-//! CUDA devices among others: their planner, the rates that they reach, and their plans in words.
+//! [`Plan`] and [`Facts`] of CUDA devices: rates that they reach, and their plans in words.
 
 use super::cuda_plan::CudaPlan;
 use super::facts::{CudaFacts, NATIVE_CAPABILITY};

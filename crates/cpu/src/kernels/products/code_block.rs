@@ -14,7 +14,7 @@ use flashtile_core::codec::{Coder, RowLayout};
 ///
 /// - The machine has the instructions of `S` and of the products.
 /// - The task's queries are packed in f32. For [`CodeProducts::scores`], [`CodeProducts::set_queries`] was called after that; for
-/// [`CodeProducts::values`], the probabilities of the tile are computed.
+///   [`CodeProducts::values`], the probabilities of the tile are computed.
 /// - The keys and values of the tile's columns exist.
 pub(crate) trait CodeProducts<S: Simd> {
     /// True if a task may have any number of rows; otherwise its sequence has at most as many as a tile.
@@ -61,7 +61,7 @@ impl CodeGroup {
 /// Codes of some keys or values.
 ///
 /// - Groups are whole: the codes in both planes and the scales of all [`GROUP`] rows can be read, even if the block ends earlier, because
-/// a group lies in one page or is a copy in the task's memory ([`BlockGroups::new`]).
+///   a group lies in one page or is a copy in the task's memory ([`BlockGroups::new`]).
 /// - Rows that no query sees, at either end, hold anything.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeBlock<'a> {
