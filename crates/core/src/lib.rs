@@ -16,6 +16,7 @@
 //! | [`block_tables`], [`cache`] | which page holds which token; caches |
 //! | [`codec`] | how rows of keys and values are stored |
 //! | [`isa`], [`plan`] | instruction sets; plans of any backend, with the options and refusals of planners |
+//! | [`scoring`] | the score formula of host code |
 //! | [`mod@reference`] | attention by definition, in f64 |
 //! | [`human`] | numbers as people read them |
 //! | [`quality`] | how far an answer is from the reference, and the errors of codecs |
@@ -38,4 +39,5 @@ pub mod plan;
 pub mod problem;
 pub mod quality;
 pub mod reference;
+pub mod scoring;
 pub mod tensor;

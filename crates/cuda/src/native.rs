@@ -13,12 +13,12 @@ use crate::plan::{
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::RunError;
 use flashtile_core::problem::Problem;
+use flashtile_core::scoring::log2_factors;
 use flashtile_core::tensor;
 use flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs};
 use flashtile_kernel::Span;
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
 use flashtile_kernel::cuda::{Function, Gpu, Grid, Memory};
-use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
 /// The functions of a plan's kernels on the device.
@@ -362,10 +362,7 @@ fn scoring(problem: &Problem) -> ForwardParams {
     let (dims, desc) = (problem.dims(), problem.desc());
     let bound =
         |side: Option<usize>| side.map_or(-1, |n| i64::try_from(n).unwrap_or(i64::MAX / 2).min(i64::MAX / 2));
-    let (scale, softcap) = match desc.softcap {
-        None => (problem.scale() * LOG2_E, 0.0),
-        Some(cap) => (problem.scale() / cap, cap * LOG2_E),
-    };
+    let factors = log2_factors(problem.scale(), desc.softcap);
     ForwardParams {
         window_left: bound(desc.visibility.left()),
         window_right: bound(desc.visibility.right()),
@@ -374,8 +371,8 @@ fn scoring(problem: &Problem) -> ForwardParams {
         q_len: dims.q_len as u32,
         head_dim: dims.head_dim as u32,
         value_dim: dims.value_dim as u32,
-        scale,
-        softcap,
+        scale: factors.scale,
+        softcap: factors.softcap.unwrap_or(0.0),
         ..ForwardParams::default()
     }
 }

@@ -11,6 +11,7 @@ use crate::tile::{MAX_SPLITS, Tiling};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
+use flashtile_core::scoring::log2_factors;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Instance, ScalarType};
 
@@ -136,11 +137,7 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
     let visibility: Visibility = desc.visibility;
     let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
-    let log2e = std::f32::consts::LOG2_E;
-    let (scale, cap) = match desc.softcap {
-        Some(cap) => (problem.scale() / cap, cap * log2e),
-        None => (problem.scale() * log2e, 0.0),
-    };
+    let factors = log2_factors(problem.scale(), desc.softcap);
     Ok(Attend {
         q_heads: shape.rows[1],
         group: count("query heads of a key/value head", dims.gqa_group())?,
@@ -149,8 +146,8 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         batches: shape.rows[2],
         left: reach(visibility.left()),
         right: reach(visibility.right()),
-        scale,
-        cap,
+        scale: factors.scale,
+        cap: factors.softcap.unwrap_or(0.0),
         codebooks: codebooks(k_codec, v_codec).1,
         k_levels: magnitudes(k_codec, dims.head_dim),
         v_levels: magnitudes(v_codec, dims.value_dim),

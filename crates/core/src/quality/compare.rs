@@ -6,6 +6,7 @@ use crate::codec::convert::{convert, to_f32};
 use crate::codec::{CodePages, Codec, EncodeError, Side, key_mean};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
+use crate::scoring::{RowIndex, ScoreRow, Scoring};
 use crate::tensor::TensorView;
 use std::ops::Range;
 
@@ -69,6 +70,18 @@ impl<'a> HeadAttention<'a> {
 
     fn seen(&self, row: usize, tokens: usize) -> Range<usize> {
         self.seen.map_or(0..tokens, |seen| seen[row].clone())
+    }
+
+    /// Terms of the scores of a row of q. Its index stands for its position, on which no term depends here.
+    fn score_row(&self, query: usize) -> ScoreRow<f64, i64> {
+        let scoring = Scoring {
+            scale: self.head.scale,
+            softcap: self.softcap,
+            alibi_slopes: None,
+            mask: None,
+            tree: None,
+        };
+        scoring.row(RowIndex { batch: 0, head: 0, query: query as i64 })
     }
 }
 
@@ -256,8 +269,9 @@ impl Stack {
 }
 
 /// A query that sees a key, and its exact attention.
-struct ExactRow<'a> {
-    q: &'a [f32],
+struct ExactRow {
+    /// Row of q.
+    query: usize,
     seen: Range<usize>,
     /// Keys that the query sees.
     logits: Vec<f64>,
@@ -269,22 +283,22 @@ struct ExactRow<'a> {
 /// Exact attention of the queries that see a key.
 struct Exact<'a> {
     attention: &'a HeadAttention<'a>,
-    rows: Vec<ExactRow<'a>>,
+    rows: Vec<ExactRow>,
 }
 
 impl<'a> Exact<'a> {
     fn new(attention: &'a HeadAttention<'a>, stack: &Stack) -> Self {
         let head = attention.head;
         let tokens = head.k.len() / head.head_dim;
-        let queries = head.q.chunks_exact(head.head_dim).enumerate();
+        let queries = 0..head.q.len() / head.head_dim;
         let seeing =
-            queries.map(|(row, q)| (q, attention.seen(row, tokens))).filter(|(_, seen)| !seen.is_empty());
-        let row = |(q, seen): (&'a [f32], Range<usize>)| {
-            let logits = logits(attention, q, head.k, &seen);
+            queries.map(|query| (query, attention.seen(query, tokens))).filter(|(_, seen)| !seen.is_empty());
+        let row = |(query, seen): (usize, Range<usize>)| {
+            let logits = logits(attention, query, head.k, &seen);
             let (probs, lse) = softmax(&logits);
-            ExactRow { q, seen, logits, probs, lse, out: Vec::new() }
+            ExactRow { query, seen, logits, probs, lse, out: Vec::new() }
         };
-        let mut rows: Vec<ExactRow<'a>> = seeing.map(row).collect();
+        let mut rows: Vec<ExactRow> = seeing.map(row).collect();
         for block in rows.chunks_mut(BLOCK) {
             let probs: Vec<&[f64]> = block.iter().map(|row| row.probs.as_slice()).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
@@ -305,7 +319,7 @@ impl<'a> Exact<'a> {
         for block in self.rows.chunks(BLOCK) {
             let mut probs = Vec::with_capacity(block.len());
             for row in block {
-                let got = logits(self.attention, row.q, k, &row.seen);
+                let got = logits(self.attention, row.query, k, &row.seen);
                 let keys = got.len() as f64;
                 let shift = row.logits.iter().zip(&got).map(|(a, b)| a - b).sum::<f64>() / keys;
                 let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
@@ -347,15 +361,13 @@ fn weighted(stack: &Stack, probs: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> 
     out
 }
 
-/// Logits of a query for the keys that it sees.
-fn logits(attention: &HeadAttention<'_>, q: &[f32], k: &[f32], seen: &Range<usize>) -> Vec<f64> {
-    let (scale, dim) = (f64::from(attention.head.scale), q.len());
-    let rows = k[seen.start * dim..seen.end * dim].chunks_exact(dim);
-    let scaled = rows.map(|k| scale * product(q, k));
-    match attention.softcap.map(f64::from) {
-        None => scaled.collect(),
-        Some(cap) => scaled.map(|x| cap * (x / cap).tanh()).collect(),
-    }
+/// Logits of a row of q for the keys that it sees.
+fn logits(attention: &HeadAttention<'_>, query: usize, k: &[f32], seen: &Range<usize>) -> Vec<f64> {
+    let Head { q, head_dim, .. } = attention.head;
+    let q = &q[query * head_dim..][..head_dim];
+    let row = attention.score_row(query);
+    let keys = k[seen.start * head_dim..seen.end * head_dim].chunks_exact(head_dim);
+    keys.zip(seen.clone()).map(|(k, j)| row.score(j as i64, product(q, k))).collect()
 }
 
 /// Inner product in f64, with several independent partial sums.
