@@ -128,21 +128,28 @@ DEVICE float add_bias(float x, float bias) {
     return bias == -INF ? -INF : sum;
 }
 
-// The score of a product q . k in units of log2; -inf where the row does not see the key. Tiles that are not MASKED are visible to all of
-// their rows, and have no bias of a mask.
-template <bool MASKED>
-DEVICE float score_mod(const ForwardParams& p, const BiasedRow& row, u32 j, float product) {
-    float x = product * p.scale;
-    if (p.softcap != 0.f) x = p.softcap * tanh_accurate(x);
-    if (row.alibi_slope != 0.f) {
-        i64 distance = row.alibi_position - (i64)j;
-        x = fmaf(-row.alibi_slope, (float)(distance < 0 ? -distance : distance), x);
-    }
-    if (!MASKED) return x;
-    if (j < row.begin || j >= row.end) return -INF;
-    if (row.tree_mask && j >= row.tree_key && !*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) return -INF;
-    if constexpr (Scoring::HAS_MASK) {
-        x = add_bias(x, mask_bias(p, row.mask, j));
-    }
-    return x;
+// ---- the score formula
+
+// Scores of products q . k in units of log2, in their place: softcap(scale * q . k) + bias; -inf where the row does not see the key. Tiles
+// that are not MASKED are visible to all of their rows, and have no bias of a mask. A score function of the user's enters here: a row
+// stands for its sequence, head and query position.
+//
+// A Tile has for_each(f(score)) and for_each_row(f(row, keys)). The keys of a row have for_each_distance(position, f(score, distance)),
+// hide_outside(begin, end), for_each_in(begin, end, f(score, key)) and add_mask(p, row), which takes every bias through add_bias.
+template <bool MASKED, typename Tile>
+DEVICE void score_mod(const ForwardParams& p, Tile tile) {
+    tile.for_each([&](float& x) { x *= p.scale; });
+    if (p.softcap != 0.f) tile.for_each([&](float& x) { x = p.softcap * tanh_accurate(x); });
+    tile.for_each_row([&](const BiasedRow& row, auto keys) {
+        if (row.alibi_slope != 0.f) keys.for_each_distance(row.alibi_position, [&](float& x, float distance) { x = fmaf(-row.alibi_slope, distance, x); });
+        if (!MASKED) return;
+        keys.hide_outside(row.begin, row.end);
+        if (row.tree_mask) {
+            const u32 first = row.tree_key > row.begin ? row.tree_key : row.begin;
+            keys.for_each_in(first, row.end, [&](float& x, u32 j) {
+                if (!*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) x = -INF;
+            });
+        }
+        if constexpr (Scoring::HAS_MASK) keys.add_mask(p, row);
+    });
 }

@@ -158,78 +158,86 @@ struct TileRows {
 
 // ---- scores of a tile: masked, raised to probabilities, and accumulated
 
-// Hides the keys of a row that a mask of boolean elements hides, or adds the elements of an additive mask. A lane has keys key0 + 8 n and
-// key0 + 8 n + 1.
-template <bool ADDITIVE, typename Mask>
-DEVICE void apply_mask(Scores& s, int m, int half, Mask mask, u32 key0, u32 begin, u32 end) {
-#pragma unroll
-    for (int n = 0; n < QK_MMA_N; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            u32 j = key0 + n * 8 + i;
-            float& x = s[m][n][2 * half + i];
-            if (j < begin || j >= end) continue;
-            if (ADDITIVE) x = add_bias(x, mask(j));
-            else if (!mask(j)) x = -INF;
-        }
-}
+// The scores of a lane's keys in one row of a tile: key0 + 8 n and key0 + 8 n + 1.
+struct RowScores {
+    Scores& s;
+    int m, half;
+    u32 key0;
 
-// Scores of a row by their products, in units of log2.
-template <bool MASKED>
-DEVICE void mask_row(const ForwardParams& p, Scores& s, int m, int half, const BiasedRow& row, u32 key0) {
-    if (row.alibi_slope != 0.f) {
-        const int from = (int)(row.alibi_position - (i64)key0);
+    template <typename F>
+    DEVICE void for_each_distance(i64 position, F f) {
+        const int from = (int)(position - (i64)key0);
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) f(s[m][n][2 * half + i], fabsf((float)(from - (n * 8 + i))));
+    }
+
+    template <typename F>
+    DEVICE void for_each_in(u32 begin, u32 end, F f) {
 #pragma unroll
         for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float& x = s[m][n][2 * half + i];
-                x = fmaf(-row.alibi_slope, fabsf((float)(from - (n * 8 + i))), x);
+                const u32 j = key0 + n * 8 + i;
+                if (j < begin || j >= end) continue;
+                f(s[m][n][2 * half + i], j);
             }
     }
-    if (!MASKED) return;
-    const int begin = (int)(row.begin - key0), end = (int)(row.end - key0);
-#pragma unroll
-    for (int n = 0; n < QK_MMA_N; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (n * 8 + i < begin || n * 8 + i >= end) s[m][n][2 * half + i] = -INF;
-    if (row.tree_mask) {
-        u32 first = row.tree_key > row.begin ? row.tree_key : row.begin;
-        apply_mask<false>(s, m, half, [&](u32 j) { return *(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step); }, key0, first, row.end);
-    }
-    if constexpr (Scoring::HAS_MASK) {
-        const u64 at = row.mask;
-        const u32 step = p.mask_step;
-        switch (p.mask_kind) {
-            case F32: apply_mask<true>(s, m, half, [=](u32 j) { return ((const float*)at)[(u64)j * step]; }, key0, row.begin, row.end); break;
-            case F16: apply_mask<true>(s, m, half, [=](u32 j) { return f16_to_f32(((const u16*)at)[(u64)j * step]); }, key0, row.begin, row.end); break;
-            case BF16: apply_mask<true>(s, m, half, [=](u32 j) { return bf16_to_f32(((const u16*)at)[(u64)j * step]); }, key0, row.begin, row.end); break;
-            default: apply_mask<false>(s, m, half, [=](u32 j) { return ((const u8*)at)[(u64)j * step]; }, key0, row.begin, row.end);
-        }
-    }
-}
 
-template <bool MASKED>
-DEVICE void mask_scores(const ForwardParams& p, Scores& s, const BiasedRow* rows, u32 key0) {
-    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int m = 0; m < MMA_M; m++)
+    DEVICE void hide_outside(u32 row_begin, u32 row_end) {
+        const int begin = (int)(row_begin - key0), end = (int)(row_end - key0);
 #pragma unroll
         for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[m][n][i] *= p.scale;
-    if (p.softcap != 0.f)
+            for (int i = 0; i < 2; i++)
+                if (n * 8 + i < begin || n * 8 + i >= end) s[m][n][2 * half + i] = -INF;
+    }
+
+    DEVICE void add_mask(const ForwardParams& p, const BiasedRow& row) {
+        const u64 at = row.mask;
+        const u32 step = p.mask_step;
+        switch (p.mask_kind) {
+            case F32: for_each_in(row.begin, row.end, [=](float& x, u32 j) { x = add_bias(x, ((const float*)at)[(u64)j * step]); }); break;
+            case F16: for_each_in(row.begin, row.end, [=](float& x, u32 j) { x = add_bias(x, f16_to_f32(((const u16*)at)[(u64)j * step])); }); break;
+            case BF16: for_each_in(row.begin, row.end, [=](float& x, u32 j) { x = add_bias(x, bf16_to_f32(((const u16*)at)[(u64)j * step])); }); break;
+            default:
+                for_each_in(row.begin, row.end, [=](float& x, u32 j) {
+                    if (!((const u8*)at)[(u64)j * step]) x = -INF;
+                });
+        }
+    }
+};
+
+// The scores of a lane in a tile from key0 on.
+struct TileScores {
+    Scores& s;
+    const BiasedRow* rows;
+    u32 key0;
+
+    template <typename F>
+    DEVICE void for_each(F f) {
 #pragma unroll
         for (int m = 0; m < MMA_M; m++)
 #pragma unroll
             for (int n = 0; n < QK_MMA_N; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[m][n][i] = p.softcap * tanh_accurate(s[m][n][i]);
+                for (int i = 0; i < 4; i++) f(s[m][n][i]);
+    }
+
+    template <typename F>
+    DEVICE void for_each_row(F f) {
+        const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int m = 0; m < MMA_M; m++)
+        for (int m = 0; m < MMA_M; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) mask_row<MASKED>(p, s, m, half, rows[m * 16 + half * 8 + g], key0 + 2 * t);
+            for (int half = 0; half < 2; half++) f(rows[m * 16 + half * 8 + g], RowScores{s, m, half, key0 + 2 * t});
+    }
+};
+
+template <bool MASKED>
+DEVICE void mask_scores(const ForwardParams& p, Scores& s, const BiasedRow* rows, u32 key0) {
+    score_mod<MASKED>(p, TileScores{s, rows, key0});
 }
 
 template <bool MASKED>

@@ -28,10 +28,34 @@ DEVICE u64 key_address(const ForwardParams& p, const Tensor& tensor, const Keys&
     return j >= keys.begin && j < keys.end ? head + (u64)key_offset(p, tensor, keys, j) : 0;
 }
 
+// The score of a key that its row sees, so that no mask hides it.
+struct VisibleScore {
+    float& x;
+    const BiasedRow& row;
+    u32 j;
+
+    template <typename F>
+    DEVICE void for_each(F f) { f(x); }
+    template <typename F>
+    DEVICE void for_each_row(F f) { f(row, *this); }
+    template <typename F>
+    DEVICE void for_each_distance(i64 position, F f) {
+        const i64 distance = position - (i64)j;
+        f(x, (float)(distance < 0 ? -distance : distance));
+    }
+    DEVICE void hide_outside(u32, u32) {}
+    template <typename F>
+    DEVICE void for_each_in(u32, u32, F) {}
+    DEVICE void add_mask(const ForwardParams& p, const BiasedRow&) { x = add_bias(x, mask_bias(p, row.mask, j)); }
+};
+
 // The score of a product for a key that the row sees.
 DEVICE float score_of(const ForwardParams&, const UnbiasedRow&, u32, float product) { return product; }
 
-DEVICE float score_of(const ForwardParams& p, const BiasedRow& row, u32 j, float product) { return score_mod<true>(p, row, j, product); }
+DEVICE float score_of(const ForwardParams& p, const BiasedRow& row, u32 j, float product) {
+    score_mod<true>(p, VisibleScore{product, row, j});
+    return product;
+}
 
 // Which of STEP_KEYS keys from key0 on a lane's two rows see: a bit for each key, 16 for each row.
 DEVICE u32 visible_bits(const ForwardParams& p, const Row* rows, u32 key0) {
