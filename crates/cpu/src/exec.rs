@@ -13,6 +13,7 @@ use crate::workspace::Workspace;
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::isa::{FloatEnv, IsaToken};
+use flashtile_core::scoring::Scoring;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -57,7 +58,8 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let token = IsaToken::at_most(plan.isa());
     token.count();
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
-    let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, partials, mask };
+    let scoring = Scoring::new(plan.problem(), inputs);
+    let cx = Context { plan, kernels, token, inputs, scoring, out: &outputs.out, lse, partials, mask };
 
     // SAFETY: the machine has the instruction set.
     let enter = || unsafe { (cx.kernels.configure)() };

@@ -3,8 +3,8 @@
 #![allow(unsafe_code)]
 
 use super::overflow;
-use super::softmax;
-use super::state::{Query, RowState, TaskState};
+use super::scoring;
+use super::state::{RowState, TaskState};
 use crate::simd::{Simd, store_row};
 use flashtile_core::codec::KvView;
 
@@ -23,8 +23,8 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
         unsafe {
             let (max, sum) = (f64::from(*state.max_sum.max.add(r)), f64::from(*state.max_sum.sum.add(r)));
             let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
-            let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
-            let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
+            let shift = |slope| work.query(first + r).alibi_shift(problem, slope);
+            let shift = work.cx.scoring.alibi_slope(h).map_or(0.0, shift);
             let (scale, lse) = normalizer(max, sum, sink, shift, !work.cx.lse.is_null());
             let row = work.sequence.q_start + i;
             let dst = out.row(work.sequence.batch, h, row);
@@ -44,8 +44,7 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
             let finite = store_row::<S>(out.dtype(), dst, acc, (zero, scale), dims.value_dim);
             if !finite && sum.is_finite() {
                 let sums = std::slice::from_raw_parts(acc, dims.value_dim);
-                let Query { index, sequence, position, head } = work.query(first + r);
-                let row = overflow::Row { cx: work.cx, sequence, index, position, head };
+                let row = overflow::Row::new(work.cx, work.query(first + r));
                 row.means(sums, |c, mean| overflow::store(out.dtype(), dst, c, mean));
             }
             if !work.cx.lse.is_null() {
@@ -64,14 +63,14 @@ fn normalizer(max: f64, sum: f64, sink: f64, shift: f64, has_lse: bool) -> (f32,
     }
     if sink == f64::NEG_INFINITY {
         // A logarithm takes as long as a short row, so it is computed only if it is needed.
-        let lse = if has_lse { (softmax::from_log2(max) + shift + sum.ln()) as f32 } else { 0.0 };
+        let lse = if has_lse { (scoring::from_log2(max) + shift + sum.ln()) as f32 } else { 0.0 };
         return ((1.0 / sum) as f32, lse);
     }
-    let sink_log2 = softmax::to_log2(sink - shift);
+    let sink_log2 = scoring::to_log2(sink - shift);
     let row_max = max.max(sink_log2);
     let rescale = (max - row_max).exp2();
     let total = sum * rescale + (sink_log2 - row_max).exp2();
     // A sink above all scores would lose digits if the shift were subtracted and added again.
-    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(row_max) + shift };
+    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { scoring::from_log2(row_max) + shift };
     ((rescale / total) as f32, (lse + total.ln()) as f32)
 }

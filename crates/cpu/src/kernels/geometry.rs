@@ -12,9 +12,9 @@ use crate::plan::{Rows, sequence_of, spans};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::problem::{Problem, Sequence};
+use flashtile_core::scoring::alibi_rate;
 use flashtile_core::tensor::MaskRow;
 use std::cell::Cell;
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Keys or values of the head of a task.
@@ -44,15 +44,65 @@ impl Query<'_> {
     /// The position from which ALiBi counts distances: the nearest key that the row sees. Its own distance is common to all keys and changes
     /// no probability, but could use up the digits of f32.
     pub(super) fn nearest(&self, problem: &Problem) -> i64 {
-        let own = self.position as i64 + self.sequence.q_offset;
+        let own = self.own_key();
         let seen = problem.visible(self.sequence, self.position);
         if seen.is_empty() { own } else { own.clamp(seen.start as i64, seen.end as i64 - 1) }
     }
 
     /// The bias of [`Query::nearest`], which all scores lack.
     pub(super) fn alibi_shift(&self, problem: &Problem, slope: f32) -> f64 {
-        let own = self.position as i64 + self.sequence.q_offset;
-        -f64::from(slope) * own.abs_diff(self.nearest(problem)) as f64
+        alibi_rate::<f64>(slope) * self.own_key().abs_diff(self.nearest(problem)) as f64
+    }
+
+    /// Its position, counted in keys.
+    #[inline]
+    pub(super) fn own_key(&self) -> i64 {
+        self.position as i64 + self.sequence.q_offset
+    }
+
+    /// Keys that it sees.
+    pub(super) fn seen_keys<'a>(&self, cx: &Context<'a>) -> SeenKeys<'a> {
+        let Sequence { q_start, q_len, kv_len, .. } = *self.sequence;
+        SeenKeys {
+            band: cx.plan.problem().visible(self.sequence, self.position),
+            mask: cx.scoring.mask.map(|mask| mask.row(self.index, self.head, self.position)),
+            tree: cx.scoring.tree.map(|tree| tree.row(0, 0, q_start + self.position)),
+            q_len,
+            kv_len,
+        }
+    }
+}
+
+/// Keys that a query sees.
+pub(super) struct SeenKeys<'a> {
+    /// Keys that it sees by causality, window and length.
+    band: Range<usize>,
+    mask: Option<MaskRow<'a>>,
+    tree: Option<MaskRow<'a>>,
+    q_len: usize,
+    kv_len: usize,
+}
+
+impl SeenKeys<'_> {
+    /// True if the query sees a key.
+    #[inline]
+    pub(super) fn contains(&self, j: usize) -> bool {
+        self.band.contains(&j) && !self.is_masked(j)
+    }
+
+    /// The keys, in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
+        self.band.clone().filter(|&j| !self.is_masked(j))
+    }
+
+    /// True if the mask or the tree mask hides a key of the band.
+    fn is_masked(&self, j: usize) -> bool {
+        // SAFETY: the inputs were checked against the problem: masks have an element for every key of a sequence, tree masks for every
+        // key of its step.
+        let hides = |row: MaskRow<'_>, j: usize| unsafe { row.bias(j) == f32::NEG_INFINITY };
+        let column = (j + self.q_len).checked_sub(self.kv_len);
+        self.mask.is_some_and(|mask| hides(mask, j))
+            || self.tree.zip(column).is_some_and(|(tree, column)| hides(tree, column))
     }
 }
 
@@ -248,7 +298,7 @@ impl<'a> TaskState<'a> {
     /// sequences have none.
     #[inline]
     pub(super) fn tree_columns(&self, tile: &Tile) -> (Range<usize>, usize) {
-        if self.cx.inputs.tree.is_none() {
+        if self.cx.scoring.tree.is_none() {
             return (0..0, 0);
         }
         let first = tile.block * self.block_k;
@@ -261,17 +311,13 @@ impl<'a> TaskState<'a> {
     /// The row of the tree mask of a query.
     #[inline]
     pub(super) fn tree_row(&self, query: &Query<'_>) -> Option<MaskRow<'_>> {
-        Some(self.cx.inputs.tree.as_ref()?.row(0, 0, query.sequence.q_start + query.position))
+        Some(self.cx.scoring.tree.as_ref()?.row(0, 0, query.sequence.q_start + query.position))
     }
 
     /// Factor from `q . k` to units of log2, or of the softcap. Folded into the queries, except where they are pairs of bf16,
     /// which would be rounded again.
     pub(super) fn score_scale(&self) -> f32 {
-        let problem = self.cx.plan.problem();
-        match problem.desc().softcap {
-            Some(cap) => problem.scale() / cap,
-            None => problem.scale() * LOG2_E,
-        }
+        self.cx.scoring.log2_factors().scale
     }
 
     /// `q . k_mean` of each row of the task, where keys are stored without their mean.

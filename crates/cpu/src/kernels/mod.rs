@@ -19,6 +19,7 @@ mod probs;
 pub(crate) mod products;
 mod scale;
 mod scores;
+mod scoring;
 mod softmax;
 pub(crate) mod state;
 mod stream;

@@ -7,23 +7,21 @@
 
 #![allow(unsafe_code)]
 
-use super::state::Context;
+use super::geometry::SeenKeys;
+use super::state::{Context, Query};
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::limits::MAX_HEAD_DIM;
-use flashtile_core::problem::Sequence;
-use flashtile_core::tensor::TensorView;
+use flashtile_core::scoring::{RowIndex, ScoreRow, masked};
+use flashtile_core::tensor::{MaskView, TensorView};
 use half::{bf16, f16};
-use std::ops::Range;
 
 /// A row of q of one head.
 pub(super) struct Row<'a> {
-    pub(super) cx: &'a Context<'a>,
-    pub(super) sequence: &'a Sequence,
-    /// Index of the sequence.
-    pub(super) index: usize,
-    pub(super) position: usize,
-    pub(super) head: usize,
+    cx: &'a Context<'a>,
+    query: Query<'a>,
+    seen: SeenKeys<'a>,
+    terms: ScoreRow<f64, i64>,
 }
 
 /// Where a key or value is.
@@ -36,12 +34,17 @@ struct Place {
     row: usize,
 }
 
-impl Row<'_> {
+impl<'a> Row<'a> {
+    pub(super) fn new(cx: &'a Context<'a>, query: Query<'a>) -> Self {
+        let at = RowIndex { batch: query.index, head: query.head, query: query.own_key() };
+        Self { cx, seen: query.seen_keys(cx), terms: cx.scoring.row(at), query }
+    }
+
     /// Calls `found` with each column whose sum is not finite, and with its mean.
     #[cold]
     #[inline(never)]
     pub(super) fn means(&self, sums: &[f32], mut found: impl FnMut(usize, f64)) {
-        let q = self.query();
+        let q = self.elements();
         let mut max_sum = None;
         let mut prob = |j: usize| {
             let (max, total) = *max_sum.get_or_insert_with(|| self.max_sum(&q));
@@ -53,7 +56,7 @@ impl Row<'_> {
         let columns = || (0..sums.len()).filter(|&c| !sums[c].is_finite());
         // An infinity or a NaN decides a column alone.
         let mut means = [0.0f64; MAX_HEAD_DIM];
-        for j in self.keys().filter(|&j| self.has_nonfinite_value(j) && !self.hides(j)) {
+        for j in self.seen.iter().filter(|&j| self.has_nonfinite_value(j)) {
             let (value, mut p) = (self.value(j), None);
             for c in columns() {
                 let x = value[c];
@@ -67,7 +70,7 @@ impl Row<'_> {
         let mut finite = [false; MAX_HEAD_DIM];
         columns().for_each(|c| finite[c] = means[c] == 0.0);
         if finite.contains(&true) {
-            for j in self.keys().filter(|&j| !self.hides(j)) {
+            for j in self.seen.iter() {
                 let (p, value) = (prob(j), self.value(j));
                 columns().filter(|&c| finite[c]).for_each(|c| means[c] += p * value[c]);
             }
@@ -77,23 +80,19 @@ impl Row<'_> {
 
     /// The greatest score, sink included, and the sum of the probabilities relative to it.
     fn max_sum(&self, q: &[f64]) -> (f64, f64) {
-        let scores = || self.keys().filter(|&j| !self.hides(j)).map(|j| self.score(q, j));
-        let sink = self.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[self.head]));
+        let scores = || self.seen.iter().map(|j| self.score(q, j));
+        let sink = self.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[self.query.head]));
         let max = scores().fold(sink, f64::max);
         (max, (sink - max).exp() + scores().map(|score| (score - max).exp()).sum::<f64>())
     }
 
-    /// Keys that the row sees by causality, window and length.
-    fn keys(&self) -> Range<usize> {
-        self.cx.plan.problem().visible(self.sequence, self.position)
-    }
-
     fn place(&self, j: usize) -> Place {
-        let kv_head = self.head / self.cx.plan.problem().dims().gqa_group();
+        let Query { index, sequence, head, .. } = self.query;
+        let kv_head = head / self.cx.plan.problem().dims().gqa_group();
         match self.cx.inputs.tables {
-            None => Place { head: kv_head, entry: self.sequence.batch, row: self.sequence.kv_start + j },
+            None => Place { head: kv_head, entry: sequence.batch, row: sequence.kv_start + j },
             Some(t) => {
-                let page = t.table[self.index * t.width + (j / t.page_size) % t.width];
+                let page = t.table[index * t.width + (j / t.page_size) % t.width];
                 Place { head: kv_head, entry: page as usize, row: j % t.page_size }
             }
         }
@@ -113,45 +112,24 @@ impl Row<'_> {
         }
     }
 
-    /// Whether a mask or a tree hides a key.
-    fn hides(&self, j: usize) -> bool {
-        let (inputs, s) = (self.cx.inputs, self.sequence);
-        let masked =
-            |mask: &flashtile_core::tensor::MaskView<'_>, at: [usize; 4]| mask.bias(at) == f32::NEG_INFINITY;
-        let at = [self.index, self.head, self.position, j];
-        let column = (j + s.q_len).checked_sub(s.kv_len);
-        inputs.mask.is_some_and(|mask| masked(&mask, at))
-            || inputs
-                .tree
-                .zip(column)
-                .is_some_and(|(tree, column)| masked(&tree, [0, 0, s.q_start + self.position, column]))
-    }
-
-    fn query(&self) -> [f64; MAX_HEAD_DIM] {
+    /// Elements of the row.
+    fn elements(&self) -> [f64; MAX_HEAD_DIM] {
         let mut q = [0.0; MAX_HEAD_DIM];
-        let (view, s) = (&self.cx.inputs.q, self.sequence);
+        let (view, s) = (&self.cx.inputs.q, self.query.sequence);
         for (d, q) in q.iter_mut().enumerate().take(view.shape()[3]) {
-            *q = f64::from(view.get([s.batch, self.head, s.q_start + self.position, d]));
+            *q = f64::from(view.get([s.batch, self.query.head, s.q_start + self.query.position, d]));
         }
         q
     }
 
     /// The score of a key that is not hidden, in natural units.
     fn score(&self, q: &[f64], j: usize) -> f64 {
-        let (inputs, problem) = (self.cx.inputs, self.cx.plan.problem());
-        let key = row_of(&inputs.k, self.place(j));
+        let key = row_of(&self.cx.inputs.k, self.place(j));
         let product: f64 = q.iter().zip(key).map(|(q, k)| q * k).sum();
-        let mut score = product * f64::from(problem.scale());
-        if let Some(cap) = problem.desc().softcap.map(f64::from) {
-            score = cap * (score / cap).tanh();
-        }
-        if let Some(slopes) = inputs.alibi_slopes {
-            let distance = (self.position as i64 + self.sequence.q_offset).abs_diff(j as i64);
-            score -= f64::from(slopes[self.head]) * distance as f64;
-        }
-        inputs
-            .mask
-            .map_or(score, |mask| score + f64::from(mask.bias([self.index, self.head, self.position, j])))
+        let score = self.terms.score(j as i64, product);
+        let Query { index, position, head, .. } = self.query;
+        let bias = |mask: MaskView<'_>| f64::from(mask.bias([index, head, position, j]));
+        self.cx.scoring.mask.map_or(score, |mask| masked(score, bias(mask)))
     }
 }
 

@@ -1,12 +1,14 @@
-//! Probabilities of a tile: applies the operations of `softmax.rs` with the modifiers and the visible keys of each query.
+//! Probabilities of a tile: applies the operations of `scoring.rs` and `softmax.rs` with the modifiers and the visible keys of each query.
 
 #![allow(unsafe_code)]
 
 use super::mask::MaskTile;
 use super::products::Products;
-use super::softmax::{self, Alibi, MaskColumns, Modifiers};
+use super::scoring::{self, MaskColumns, Modifiers};
+use super::softmax;
 use super::state::{Query, TaskState, Tile};
 use crate::simd::Simd;
+use flashtile_core::scoring::{Alibi, RowIndex, ScoreRow};
 
 /// Replaces the scores of a tile by probabilities `2^(score - block_max)`, and stores maximum and sum of each row.
 ///
@@ -30,31 +32,31 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
                 if whole {
                     break;
                 }
-                softmax::hide::<S>(scores, vectors.clone(), tile.columns.clone());
+                scoring::hide::<S>(scores, vectors.clone(), tile.columns.clone());
                 continue;
             }
             let query = work.query(tile.rows.start + r);
             if modifies {
                 let mut modifiers = modifiers::<S, P>(work, tile, &query);
-                if let (Some(mean_scores), Some(_)) = (mean_scores, modifiers.softcap) {
-                    modifiers.offset = *mean_scores.add(tile.rows.start + r);
+                if let (Some(mean_scores), Some(_)) = (mean_scores, modifiers.terms.softcap) {
+                    modifiers.terms.offset = *mean_scores.add(tile.rows.start + r);
                 }
-                softmax::modify::<S>(scores, vectors.clone(), &modifiers);
+                scoring::modify::<S>(scores, vectors.clone(), &modifiers);
             }
             if !whole {
                 let seen = work.visible_columns(query.sequence, query.position, tile.block);
                 let seen = seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end);
-                softmax::hide::<S>(scores, vectors.clone(), seen);
+                scoring::hide::<S>(scores, vectors.clone(), seen);
             }
             if let Some(row) = work.tree_row(&query).filter(|_| !tree.is_empty()) {
-                softmax::prune(scores, tree.clone(), row, tree_from);
+                scoring::prune(scores, tree.clone(), row, tree_from);
             }
         }
         let scale = if modifies { 1.0 } else { P::scale_of_scores(work.score_scale()) };
         let scores = work.scores.first(rows, work.block_k);
         softmax::softmax::<S, P>(scores, vectors, work.block_max_sum, scale);
         // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
-        if let (Some(mean_scores), None) = (mean_scores, work.cx.plan.problem().desc().softcap) {
+        if let (Some(mean_scores), None) = (mean_scores, work.cx.scoring.softcap) {
             for r in 0..rows {
                 *work.block_max_sum.max.add(r) += *mean_scores.add(tile.rows.start + r);
             }
@@ -66,10 +68,14 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
 /// Whether scores of the tile are changed before the softmax, other than by hiding keys.
 #[inline(always)]
 fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool {
-    let desc = work.cx.plan.problem().desc();
+    let scoring = &work.cx.scoring;
     // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
     let scale = P::scale_of_scores(work.score_scale()) <= 0.0;
-    desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale || work.splits_scale.get()
+    scoring.softcap.is_some()
+        || scoring.alibi_slopes.is_some()
+        || tile.mask != MaskTile::Full
+        || scale
+        || work.splits_scale.get()
 }
 
 /// The changes of the scores of a query before the softmax.
@@ -84,19 +90,19 @@ pub(super) fn modifiers<'a, S: Simd, P: Products<S>>(
     let mask = match &work.cx.mask {
         Some(table) if tile.mask != MaskTile::Full => {
             let row = table.view.row(query.index, query.head, query.position);
-            Some(MaskColumns { row, first, keys: table.view.shape()[3] })
+            Some(MaskColumns { row, keys: table.view.shape()[3] })
         }
         _ => None,
     };
-    let alibi = |slopes: &[f32]| Alibi {
-        slope: slopes[query.head],
-        position: (query.nearest(problem) - first as i64) as f32,
-    };
-    Modifiers {
+    let scoring = &work.cx.scoring;
+    let origin = |slope| Alibi { slope, origin: (query.nearest(problem) - first as i64) as f32 };
+    let terms = ScoreRow {
+        at: RowIndex { batch: query.index, head: query.head, query: query.own_key() },
+        first_key: first,
         scale: work.factor_of_scores(query).unwrap_or_else(|| P::scale_of_scores(work.score_scale())),
         offset: 0.0,
-        softcap: problem.desc().softcap,
-        alibi: work.cx.inputs.alibi_slopes.map(alibi),
-        mask,
-    }
+        softcap: scoring.softcap,
+        alibi: scoring.alibi_slope(query.head).map(origin),
+    };
+    Modifiers { terms, mask }
 }

@@ -13,6 +13,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Inputs;
 use flashtile_core::isa::IsaToken;
 use flashtile_core::problem::Sequence;
+use flashtile_core::scoring::Scoring;
 use flashtile_core::tensor::TensorViewMut;
 use std::cell::Cell;
 use std::ops::Range;
@@ -25,6 +26,8 @@ pub(crate) struct Context<'a> {
     /// Token of the instruction set that codecs use.
     pub(crate) token: IsaToken,
     pub(crate) inputs: &'a Inputs<'a>,
+    /// Scoring of the plan's problem over the inputs.
+    pub(crate) scoring: Scoring<'a>,
     pub(crate) out: &'a TensorViewMut<'a>,
     /// `[batch, q_heads, q_len]`, or null.
     pub(crate) lse: *mut f32,

@@ -6,12 +6,9 @@ use super::codes;
 use super::mask::MaskTile;
 use super::mat::{Mat, MatMut};
 use super::operands::Operands;
-use super::probs::modifiers;
 use super::products::{Products, key_steps};
-use super::softmax::MaskColumns;
 use super::state::{Path, TaskState, Tile};
 use crate::simd::{Elem, Simd, all_finite};
-use flashtile_core::tensor::MaskRow;
 use std::ops::Range;
 
 impl TaskState<'_> {
@@ -129,16 +126,8 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
         if !work.v_path.is_packed() {
             work.pack_values(tile.block, &tile.columns);
         }
-        let mask = modifiers::<S, P>(work, tile, &query).mask;
-        let seen = work.visible_columns(query.sequence, query.position, tile.block);
-        let ((tree, tree_from), tree_row) = (work.tree_columns(tile), work.tree_row(&query));
-        let sees = |j: usize| {
-            let hides = |mask: MaskColumns<'_>| mask.row.bias(mask.first + j) == f32::NEG_INFINITY;
-            let pruned = |row: MaskRow<'_>| {
-                tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY
-            };
-            seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)
-        };
+        let (seen, first) = (query.seen_keys(work.cx), tile.block * work.block_k);
+        let sees = |column: usize| tile.columns.contains(&column) && seen.contains(first + column);
         let probs = work.scores.at(r, 0);
         let columns = key_steps::<S, P>().whole(&tile.columns);
         for c in (0..work.stride).step_by(S::LANES) {
