@@ -181,7 +181,7 @@ impl<S: Simd, M: MaskElem> ScoreNumber for Lanes<S, M> {
     }
     #[inline(always)]
     fn distance(self, origin: f32, key: f32) -> Self {
-        // SAFETY: `self` proves the instruction set; the indices are those of the widest vector.
+        // SAFETY: `self` proves the instruction set; the widest vector has as many indices.
         unsafe { Self::new(S::abs(S::sub(S::splat(origin - key), S::load(LANE_INDEX.as_ptr())))) }
     }
     #[inline(always)]
