@@ -12,7 +12,7 @@ use flashtile::{
 };
 use flashtile_testkit::{
     Answer, Case, CaseData, CpuRunner, CudaRunner, Guarded, GuardedMask, HostileFloats, Keep, Layout,
-    MaskFill, Prepared, Rng, Runner, catalogue,
+    MaskFill, Prepared, Rng, Runner, Tree, catalogue,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -440,6 +440,39 @@ fn the_least_finite_bias_hides_nothing() {
             for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                 let error = (f64::from(*got) - want).abs();
                 assert!(error < 1e-5, "{dtype} mask, element {at}: {got}, not {want}, on {}", runner.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_nan_bias_of_a_key_that_a_tree_hides_reaches_no_row() {
+    for dtype in [Dtype::F32, Dtype::BF16] {
+        let case = Case::new("tree bias", [1, 4, 2, 0, 0, 64, 64], dtype)
+            .cached(&[(13, 80), (1, 40), (9, 9)], 16, Keep::All)
+            .at(QOffset::BottomRight)
+            .tree(Tree::Random)
+            .mask(MaskKind::Additive(dtype), "h", MaskFill::Open);
+        let mut built = build(&case);
+        let tree = built.inputs().tree.unwrap();
+        let hidden = |[n, _, i, j]: [usize; 4]| {
+            let s = built.problem.sequences()[n];
+            let column = (j + s.q_len).checked_sub(s.kv_len).filter(|_| i < s.q_len && j < s.kv_len);
+            column.is_some_and(|column| tree.bias([0, 0, s.q_start + i, column]) == f32::NEG_INFINITY)
+        };
+        let shape = built.problem.mask_shape();
+        let indices = (0..shape[0])
+            .flat_map(|n| (0..shape[2]).flat_map(move |i| (0..shape[3]).map(move |j| [n, 0, i, j])));
+        let hidden: BTreeSet<[usize; 4]> = indices.filter(|&at| hidden(at)).collect();
+        assert!(!hidden.is_empty());
+        let Some(GuardedMask::Additive(mask)) = &mut built.mask else {
+            unreachable!("asked for an additive mask")
+        };
+        fill(mask, |at| if hidden.contains(&at) { f32::NAN } else { 0.5 });
+        let prepared = with_oracle(built);
+        for runner in reach_runners(&prepared.built.problem) {
+            if let Err(failure) = prepared.run(&*runner) {
+                panic!("{dtype}: {failure}");
             }
         }
     }

@@ -144,12 +144,13 @@ DEVICE void score_mod(const ForwardParams& p, Tile tile) {
         if (row.alibi_slope != 0.f) keys.for_each_distance(row.alibi_position, [&](float& x, float distance) { x = fmaf(-row.alibi_slope, distance, x); });
         if (!MASKED) return;
         keys.hide_outside(row.begin, row.end);
+        if constexpr (Scoring::HAS_MASK) keys.add_mask(p, row);
+        // After the mask: a NaN bias reaches no row that the tree mask hides the key from.
         if (row.tree_mask) {
             const u32 first = row.tree_key > row.begin ? row.tree_key : row.begin;
             keys.for_each_in(first, row.end, [&](float& x, u32 j) {
                 if (!*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) x = -INF;
             });
         }
-        if constexpr (Scoring::HAS_MASK) keys.add_mask(p, row);
     });
 }
