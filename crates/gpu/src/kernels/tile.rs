@@ -247,6 +247,7 @@ pub fn masked(
 }
 
 /// A scaled product with softcap and ALiBi, in units of log2: the score of a row and a key that it sees, without the bias of a mask.
+/// A score function of the user's enters here: a row stands for its sequence, head and query position.
 #[device]
 #[inline(always)]
 pub fn biased(product: f32, key: i32, row: RowBound, params: &Attend, scoring: Scoring) -> f32 {
