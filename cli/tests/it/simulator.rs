@@ -77,8 +77,10 @@ fn options_that_are_refused() {
         "keys f32 of 8 and values f32 of 8, expected elements of the dtype of q",
     );
     let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 5, 64], &[1, 2, 5, 64], &[1, 2, 5, 64]));
-    let why = "--splits: 3 splits asked for, expected 1 to 2";
-    folder.refuse(&["--backend", "simulator", "--splits", "3"], why);
+    // There is native code for up to two splits, which gives the same answer but for rounding.
+    let run = |splits| folder.run(&["--backend", "simulator", "--splits", splits]);
+    let [one, more] = [run("1"), run("3")];
+    assert!(nrmse(&one["out"].values(), &more["out"].values()) < 1e-6);
 }
 
 #[test]
