@@ -2,7 +2,7 @@
 //
 // A work tile is BLOCK_M query rows of one key/value head over a range of keys. A row is a pair (position,
 // head of the GQA group), ordered by position. WorkTile, Tensor, Divisor and ForwardParams are declared in
-// Rust (`work_tile.rs`, `params.rs`) and printed before this file.
+// Rust (`plan/work_tile.rs`, `params.rs`) and printed before this file.
 
 // The sequence of a work tile that does not exist; a tile or a partial that does not.
 constexpr u32 NONE = 0xffffffffu;
