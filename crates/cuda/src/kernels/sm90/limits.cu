@@ -1,4 +1,5 @@
-// The limit of the matrix unit by products of warpgroups, both operands in shared memory.
+// The limit of the matrix unit by products of warpgroups, both operands in shared memory. sources.rs prints copy.cuh and
+// wgmma.cuh before this file.
 
 // Columns of a product, its steps of 16, and warpgroups of a block: two keep the unit busy while one starts a group.
 constexpr int PEAK_N = 256, PEAK_STEPS = 4, PEAK_WARPGROUPS = 2;

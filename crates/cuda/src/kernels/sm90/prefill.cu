@@ -1,4 +1,5 @@
-// Prefill for compute capability 9.0 by consumers with 64 rows each.
+// Prefill for compute capability 9.0 by consumers with 64 rows each. sources.rs concatenates the files of the program; its entry point is in
+// forward.cuh.
 //
 // A consumer multiplies in one of two ways. Where products overlap (OverlappedMainloop), a step starts two, q with the next tile of keys and the
 // probabilities of the tile before with its values, and computes the next probabilities while the second runs. Where they do not (SerialMainloop), a
@@ -56,10 +57,11 @@ DEVICE void pass_tile(const Consumer& consumer, const KeyStage& k_at, const Ring
 
 // The state of a consumer whose products overlap: its place in the rings, and its registers.
 struct OverlappedMainloop {
-    // Two consumers compute every tile, so that no branch decides whether they start products: the compiler waits at its end for products of a branch.
+    // Two consumers compute every tile, even one that none of their rows sees: the compiler waits at the end of a branch for products that the branch
+    // starts. Three pass such tiles.
     static constexpr bool COMPUTES_ALL = CONSUMERS < 3;
-    // Registers are left beside the output and the probabilities for a work tile to begin and end with less waiting: at D 256 with 64 keys,
-    // but not with 80, where threads would spill.
+    // True if registers are left beside the output and the probabilities for a work tile to begin and end with less waiting: with two consumers up to
+    // D 192, and at D 256 with at most 64 keys. With 80 keys threads would spill.
     static constexpr bool HAS_REGISTERS = COMPUTES_ALL && VALUE_DIM / 2 + BLOCK_N / 4 <= 144;
     // Rows of q of the next work tile are there early if there is room for them.
     static constexpr bool STARTS_EARLY = HAS_REGISTERS && Q_STAGES == 2;
@@ -191,6 +193,14 @@ struct OverlappedMainloop {
         v_at.advance();
     }
 
+    // The tiles of a work tile. Without a bias they are three runs: masked tiles, then tiles that every row sees in full, then masked tiles again. Any
+    // may be empty, and without full tiles all are one masked run. With a bias each tile is a run of its own.
+    //
+    // The first tile is not in a run: there are no values of a tile before, with which its scores would be multiplied together. With HAS_REGISTERS its
+    // code stands before the loop.
+    //
+    // Full tiles are those of all rows of the work tile. Three consumers that masked by their own rows' tiles, as those of a SerialMainloop do
+    // (`Consumer::full_blocks`), were slower here; for two consumers both are the same.
     DEVICE void compute(const Consumer& consumer, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = consumer.params.forward;
         const KeyBlocks seen = consumer.seen_blocks(work_tile, blocks, rows - consumer.first_row);

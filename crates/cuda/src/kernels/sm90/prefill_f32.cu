@@ -1,4 +1,5 @@
-// Prefill of f32 for compute capability 9.0, by consumers with 64 rows each.
+// Prefill of f32 for compute capability 9.0, by consumers with 64 rows each. sources.rs concatenates the files of the program; its entry point is in
+// forward.cuh.
 //
 // q, k, v and probabilities are sums of three bf16. Of the nine products of their terms the six largest are computed: the others are less than
 // 2^-21 of a product, and 2^-24 of it on average. The matrix unit truncates where it adds: small products come first, and the product of a tile's

@@ -1,4 +1,5 @@
 // Prefill for compute capability 9.0 of wide heads, by two consumers that share 64 rows: the output of one consumer would not fit its registers.
+// sources.rs concatenates the files of the program; its entry point is in forward.cuh.
 //
 // A step is a tile of 64 keys. Each consumer computes the scores and the probabilities of 32 keys, hands the probabilities over through shared
 // memory, and multiplies all of them with its half of the values' columns. Both have the same row_max; row_sum is of a consumer's own keys until
