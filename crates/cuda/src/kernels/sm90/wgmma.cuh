@@ -1,5 +1,10 @@
 // Products of warpgroups: four warps multiply a tile of 64 rows, asynchronously. `Wgmma<T, N>`, printed by the host before this file, is
-// the instruction m64nNk16.
+// the instruction m64nNk16:
+// `c += a b` over 16 elements of the sum, or `c = a b` without `accumulate`. CUTLASS's names of its forms:
+//
+//   shared            SS: a and b in shared memory, both K-major (q k^T)
+//   shared_mn_major   SS: a K-major, b MN-major (p v of prefill_wide.cu, where p is in shared memory)
+//   registers         RS: a in registers, b in shared memory, MN-major (p v)
 //
 // Operands in shared memory are panels of 64 columns of 16 bits: rows of 128 bytes with the 128-byte swizzle, as TMA writes them, from a
 // multiple of 1024 bytes on. The panels of a tile follow each other.
