@@ -1,5 +1,5 @@
 // A consumer warpgroup, which multiplies: the operations that the mainloops of prefill.cu, prefill_wide.cu and
-// prefill_f32.cu share.
+// prefill_f32.cu have in common.
 
 // The tiles of keys that every row of a work tile, or of a consumer, sees in full. Used if there is no materialised mask.
 struct FullBlocks {
@@ -30,7 +30,8 @@ struct Consumer {
         : params(params), memory(memory), index(uniform(threadIdx.x / WARPGROUP_THREADS)), part(index / VALUE_CONSUMERS),
           first_row(uniform((part * CONSUMER_WARPS + threadIdx.x / 32 % CONSUMER_WARPS) * WARP_ROWS)), lane(threadIdx.x % 32) {}
 
-    // Waits for the consumer's rows of q, or copies the warp's. The consumers that share these rows have finished all scores of earlier work tiles.
+    // Waits until TMA has copied the consumer's rows of q. Without TMA for q the warps copy them, each its own rows; of consumers that share rows, the first
+    // one's warps. A caller has finished all scores of earlier work tiles, and so have the consumers that share its rows.
     DEVICE void wait_q(const WorkTile& work_tile, const QStage& at) {
         q_stage = uniform(at.stage);
         if (TMA && params.q_box_positions) {
@@ -91,7 +92,7 @@ struct Consumer {
         return full;
     }
 
-    // The consumer has computed its last scores of a work tile.
+    // Releases the consumer's rows of q, after its last scores of a work tile. With two stages work_tile_empty does.
     DEVICE void release_q() const {
         if (Q_STAGES == 1 && TMA && params.q_box_positions) arrive(memory.barriers.q_empty + part);
     }
@@ -129,13 +130,14 @@ struct Consumer {
         pin_registers((float(&)[WARP_KEYS / 2])scores);
     }
 
-    // Waits until the scores are there, and lets their keys go.
+    // `wait_scores`, then releases the stage of their keys: arrives at its k_empty.
     template <int PENDING>
     DEVICE void wait_qk(Scores& scores, u32 stage) const {
         wait_scores<PENDING>(scores);
         arrive(memory.barriers.k_empty + stage);
     }
 
+    // Waits until the output is there, then releases the stage of the values: arrives at its v_empty.
     DEVICE void wait_pv(OnlineSoftmax& acc, u32 stage) const {
         wgmma_wait<0>();
         pin_registers((float(&)[VALUE_DIM / 2])acc.out);

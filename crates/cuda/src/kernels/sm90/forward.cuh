@@ -68,11 +68,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
             for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
         };
         Barriers& b = memory.barriers;
-        init(b.q_full[0], Q_STAGES * Q_PARTS, 1), init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);
-        init(b.k_full, K_STAGES, TMA ? 1 : LOADERS), init(b.k_empty, K_STAGES, WARPS);
-        init(b.v_full, STAGES, TMA ? 1 : LOADERS), init(b.v_empty, STAGES, WARPS);
-        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS), init(b.work_tile_empty, LISTED, THREADS + LOADERS);
-        init(b.rows_full, LISTED, LOADERS);
+        init(b.q_full[0], Q_STAGES * Q_PARTS, 1);                       // TMA of a part of q, whose bytes one producer thread announces
+        init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);                      // every consumer warp that reads the part (Q_STAGES == 1)
+        init(b.k_full, K_STAGES, TMA ? 1 : LOADERS);                    // TMA, announced by one producer thread; else each thread that copied keys
+        init(b.k_empty, K_STAGES, WARPS);                               // every consumer warp
+        init(b.v_full, STAGES, TMA ? 1 : LOADERS);                      // as k_full, by the threads that copy values
+        init(b.v_empty, STAGES, WARPS);                                 // every consumer warp
+        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS);              // each producer thread that copied 16 bytes of the description
+        init(b.work_tile_empty, LISTED, THREADS + LOADERS);             // every consumer thread, and every thread that copies values
+        init(b.rows_full, LISTED, LOADERS);                             // every thread that copies values, once its rows' visible keys are found
         mbarrier_publish();
     }
     __syncthreads();

@@ -37,7 +37,7 @@ struct KvProducer {
     LaggedCopies copies;
     RingStage<VALUES ? STAGES : K_STAGES> at;
 
-    // Copies the tile from key `block` BLOCK_N on.
+    // Copies tile number `block`: BLOCK_N keys or values, from key block * BLOCK_N on.
     DEVICE void load(const WorkTile& work_tile, u32 block) {
         const ForwardParams& p = params.forward;
         const Tensor& tensor = VALUES ? p.v : p.k;
