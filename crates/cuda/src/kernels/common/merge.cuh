@@ -1,5 +1,8 @@
 // Splits of a tile: their partials in device memory, and the merge of them in the order of their keys.
 //
+// sm90 has partials and MergeTeam from here, and merges by sm90/shared_merge.cuh: it does not use store_merged, is_last_split, merge_row,
+// merge_partials and merge_if_last.
+//
 // A partial is BLOCK_M rows of VALUE_DIM f32 of unnormalised output, then row_max and row_sum of each row. Teams that share rows have one
 // each, next to each other.
 
@@ -49,10 +52,12 @@ DEVICE void store_merged(const ForwardParams& p, const WorkTile& work_tile, u32 
     if (column == 0) store_lse(p, work_tile, at, end.lse);
 }
 
-// Threads of a block that end a tile together: they synchronize at a named barrier and share a flag.
+// Threads of a block that end a tile together (sm90: a consumer): they synchronize at a named barrier and share a word.
 struct MergeTeam {
     // Of several teams of a block, each with counters of its own.
     u32 team, teams;
+    // A word in shared memory by which one thread tells the others: true if the team has stored the last split (`is_last_split`); on sm90 its share
+    // of the merge (`merge_splits`).
     u32* message;
     int barrier;
     // Rows of the tile that the team merges.

@@ -134,7 +134,8 @@ DEVICE float add_bias(float x, float bias) {
 // that are not MASKED are visible to all of their rows, and have no bias of a mask. A score function of the user's enters here: a row
 // stands for its sequence, head and query position.
 //
-// A Tile has for_each(f(score)) and for_each_row(f(row, keys)). The keys of a row have for_each_distance(position, f(score, distance)),
+// A Tile is TileScores (softmax.cuh: the scores of a lane in a tile) or VisibleScore (sm90/recompute.cuh: one score). It has for_each(f(score)) and
+// for_each_row(f(row, keys)). The keys of a row have for_each_distance(position, f(score, distance)),
 // hide_outside(begin, end), for_each_in(begin, end, f(score, key)) and add_mask(p, row), which takes every bias through add_bias.
 template <bool MASKED, typename Tile>
 DEVICE void score_mod(const ForwardParams& p, Tile tile) {

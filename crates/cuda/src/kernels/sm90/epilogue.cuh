@@ -50,7 +50,8 @@ DEVICE void store_elements(const ForwardParams& p, const WorkTile& work_tile, u3
     }
 }
 
-// Stores a warp's rows of a work tile, or of a split, whose consumer waits for the other splits if it has nothing else to do.
+// Stores a warp's rows of a work tile in the output. Rows of a split are stored as its partial, and the consumer then joins the merge of the tile's
+// splits (`merge_splits`): it waits for the other splits if it has nothing else to do.
 DEVICE void store(const Consumer& consumer, const RingStage<LISTED>& tile_at, const OnlineSoftmax& acc) {
     const ForwardParams& p = consumer.params.forward;
     const WorkTile& work_tile = consumer.memory.listed[tile_at.stage()].work_tile;
@@ -66,7 +67,7 @@ DEVICE void store(const Consumer& consumer, const RingStage<LISTED>& tile_at, co
     merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, consumer.is_last(tile_at));
 }
 
-// Ends the work tile at `tile_at`: stores a warp's rows.
+// Ends the work tile at `tile_at`: recomputes sums that are not finite, and stores the warp's rows or merges them.
 template <typename Mainloop>
 DEVICE void end_work_tile(const Consumer& consumer, const RingStage<LISTED>& tile_at, Mainloop& mainloop) {
     const ForwardParams& p = consumer.params.forward;
