@@ -35,8 +35,8 @@ enum Loaded {
 }
 
 impl Cuda {
-    /// Prepares a plan for its runs: loads its kernels, copies its schedule to the device on the stream, and
-    /// allocates [`CudaPlan::workspace_bytes`] there, partial results included.
+    /// Prepares a plan for its runs: loads its kernels (of native ones the fastest form, see [`Prepared::run`]), copies its schedule to
+    /// the device on the stream, and allocates [`CudaPlan::workspace_bytes`] there, partial results included.
     ///
     /// # Errors
     /// [`CudaError::OtherDevice`] or [`CudaError::Device`].
@@ -173,9 +173,11 @@ impl Prepared {
         Ok(self.gpu.write(&mut self.scratch, 0, &bytes)?)
     }
 
-    /// Launches the computation of `out` and, where given, `lse` on the stream. Returns before it has ended; allocates and waits
-    /// for nothing, but for the first run with rows that do not start on 16 bytes, whose kernels [`Cuda::prewarm`] may have
-    /// compiled.
+    /// Launches the computation of `out` and, where given, `lse` on the stream. Returns before it has ended; allocates and waits for
+    /// nothing, except that a first run loads a form of its kernels that [`Cuda::prepare`] did not load, and compiles it unless
+    /// [`Cuda::prewarm`] did: where rows do not start on 16 bytes, and, for prefill in 16 bits on compute capability 9.0, also where
+    /// they do but TMA cannot copy `k` and `v`: pages that are not of a multiple of 16 tokens, batch entries or pages that are not
+    /// whole rows apart, or rows that overlap.
     ///
     /// # Errors
     /// [`CudaError::Inputs`] where the tensors do not fit the plan's problem, and [`CudaError::Device`].

@@ -10,9 +10,10 @@ use flashtile_kernel::{Constant, Instance};
 use rayon::prelude::*;
 
 impl Cuda {
-    /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
-    /// rows that start on 16 bytes, and those for any others; of portable kernels also those for rows on 8, 4 and 2 bytes, and for pages of a
-    /// multiple of 16 tokens and any others. Several are compiled at a time.
+    /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for rows that
+    /// start on 16 bytes, and those for any others; of prefill in 16 bits on compute capability 9.0 a third form for aligned rows that TMA
+    /// cannot copy ([`Prepared::run`](super::Prepared::run)); of portable kernels also those for rows on 8, 4 and 2 bytes, and for pages of
+    /// a multiple of 16 tokens and any others. Several are compiled at a time.
     ///
     /// # Errors
     /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
