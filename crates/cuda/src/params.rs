@@ -54,7 +54,7 @@ impl Divisor {
 }
 
 device_struct! {
-    /// Parameters of attention.
+    /// Parameters of attention. Addresses of absent tensors are 0.
     #[derive(Debug, Clone, Copy, Default)]
     pub(super) struct ForwardParams {
         pub(super) q: Tensor,
@@ -71,6 +71,7 @@ device_struct! {
         pub(super) counters: u64,
         pub(super) mask_tiles: u64,
         pub(super) partials: u64,
+        /// Bytes from a row of the tree mask to the next.
         pub(super) tree_row: i64,
         /// Keys to either side; unbounded where negative.
         pub(super) window_left: i64,
@@ -80,17 +81,27 @@ device_struct! {
         pub(super) ring_blocks: Divisor,
         pub(super) gqa_group: Divisor,
         pub(super) q_heads: u32,
+        /// Query positions of a batch entry, by which `lse` is indexed.
         pub(super) q_len: u32,
+        /// The problem's head dimensions, not rounded up: `HEAD_DIM` and `VALUE_DIM` are the kernel's.
         pub(super) head_dim: u32,
         pub(super) value_dim: u32,
+        /// Factor of `q . k`, with log2 e folded in; where there is a softcap, `scale / softcap` without it (`log2_factors`).
         pub(super) scale: f32,
+        /// Factor of the tanh, with log2 e folded in; 0 where there is no softcap.
         pub(super) softcap: f32,
+        /// `Dtype` of an additive mask, 3 of a bool one.
         pub(super) mask_kind: u32,
+        /// Elements from a key of the mask to the next: 1, or 0 where all keys have the same.
         pub(super) mask_step: u32,
+        /// Bytes from a key of the tree mask to the next.
         pub(super) tree_step: u32,
+        /// 1 if no tile is skipped or taken to be visible in full (`PlanOptions::skip_tiles`), else 0.
         pub(super) mask_every_tile: u32,
+        /// Mask tiles along the query positions, and along the keys, of a plane of `mask_tiles`.
         pub(super) mask_q_tiles: u32,
         pub(super) mask_k_blocks: u32,
+        /// Entries of a sequence in the block table.
         pub(super) block_table_width: u32,
         pub(super) unused: u32,
     }
