@@ -1,11 +1,17 @@
 //! Plans of the CUDA backend.
 //!
-//! Query rows of one key/value head are (position, head of the GQA group) pairs ordered by position, cut into
-//! tiles. A work tile is a tile and a range of the keys that its rows see; a block of threads computes work
-//! tiles one after another. Where there are enough tiles to fill the device, each is one work tile, longest
-//! first among heads whose keys fit its second-level cache. Otherwise the keys of all tiles, laid end to end,
-//! are cut into ranges of equal time, one for each block of threads that the device holds at a time; the
-//! block that ends a tile last merges its splits, in the order of the keys. Equal plans give equal bits.
+//! Query rows of one key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles. A work tile
+//! is a tile and a range of the keys that its rows see; a block of threads computes work tiles one after another. Where there are
+//! enough tiles to fill the device, each is one work tile, longest first among heads whose keys fit its second-level cache: on
+//! sm80 each block has a list, on sm90 each has its first work tile, and takes the others from a queue of all blocks. Where
+//! blocks would wait long for the queue's last round, a dense problem's last tiles are cut along their keys. With fewer tiles,
+//! the keys of all tiles, laid end to end, are cut into ranges of equal time, one for each block of threads that the device holds
+//! at a time.
+//!
+//! The splits of a tile are merged in the order of their keys: on sm80 by the warps that store the last one, on sm90 by the
+//! consumer that stores the last one together with those that have no further work tile and wait for it. Equal plans give equal
+//! bits.
+//!
 //! `schedule`, `launch` and `work_tile` hold this for native kernels of any architecture.
 //!
 //! `native` has the launches of a problem and their scratch memory. Sequences whose rows fit one fragment of the matrix unit, and the

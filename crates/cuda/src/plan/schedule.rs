@@ -174,6 +174,7 @@ impl Assignment {
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for tile in in_sections(&tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
+            // All of its keys: with blocks of one key, the range begins and ends where the keys do.
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A block of threads with as many work tiles as it may have gets no more: the others have room for the rest.
             if blocks[block].len() < max_work_tiles {
@@ -209,7 +210,8 @@ impl Assignment {
         assignment
     }
 
-    /// Tiles cut into `splits` splits of nearly equal length, with a block of threads for each split.
+    /// Tiles cut into `splits` splits of nearly equal length, with a block of threads for each split: where the caller has chosen the
+    /// number of splits, or tiles of a head are better cut at the same keys ([`aligned_splits`]).
     pub(super) fn even(tiles: Vec<Tile>, shape: &TileShape, splits: usize) -> Self {
         let block_k = shape.keys;
         let mut assignment = Self::none();
@@ -225,8 +227,9 @@ impl Assignment {
         assignment
     }
 
-    /// Splits for at most `room` blocks of threads that end at about the same time: equal splits of each tile, or else the blocks of keys
-    /// of all tiles end to end, cut into equal ranges. The beginning and end of a work tile take about as long as a block of keys.
+    /// Splits for at most `room` blocks of threads (as many as the device holds at a time) that end at about the same time: equal splits of
+    /// each tile ([`Assignment::even`]), or else the blocks of keys of all tiles end to end, cut into equal ranges ([`Assignment::cut`]). The
+    /// beginning and end of a work tile take about as long as a block of keys.
     pub(super) fn equal(tiles: Vec<Tile>, shape: &TileShape, room: usize) -> Self {
         let room = room.max(1);
         // Each boundary between blocks of threads adds a work tile, and cuts one tile.
@@ -242,7 +245,8 @@ impl Assignment {
         assignment
     }
 
-    /// Work tiles of [`Assignment::equal`] for each block of threads.
+    /// The work tiles of each of at most `room` blocks of threads, by the smallest time of a block with which [`cut`] needs no more blocks than
+    /// that. Tiles keep their order, so that a block has the end of one tile, whole ones, and the beginning of another.
     fn cut(&mut self, tiles: &[Tile], shape: &TileShape, room: usize) -> Vec<Vec<WorkTile>> {
         let (block_k, min_blocks) = (shape.keys, shape.min_split_blocks);
         let total: usize = tiles.iter().map(|tile| tile.time(block_k)).sum();

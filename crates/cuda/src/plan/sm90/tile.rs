@@ -12,12 +12,13 @@ pub(super) const MAX_F32_VALUE_DIM: usize = 128;
 /// Rows of a product of a warpgroup.
 pub(crate) const WARPGROUP_ROWS: usize = 64;
 
-/// How a block of threads of an [`Sm90Kernel`](super::Sm90Kernel) divides its work: warpgroups that multiply, and one that copies.
+/// How a block of threads of an [`Sm90Kernel`](super::Sm90Kernel) divides its work: warpgroups that multiply (consumers), and one that
+/// copies (the producer).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Tile {
-    /// Warpgroups that multiply, with 64 rows each.
+    /// Warpgroups that multiply: with 64 rows each, or, if `shares_rows`, two with 64 rows together.
     pub(crate) warpgroups: usize,
-    /// Keys that a warpgroup multiplies at a time.
+    /// Keys of a tile. A warpgroup multiplies all of them at a time, or, if `shares_rows`, computes the scores of half of them.
     pub(crate) keys: usize,
     /// Tiles of values in shared memory; of keys as many, or one more.
     pub(crate) stages: usize,
@@ -105,7 +106,7 @@ impl Sm90Tile {
         1
     }
 
-    /// Warpgroups that end a tile each for itself.
+    /// Warpgroups that end a tile each for itself, with a counter and a partial each.
     pub(super) const fn teams(&self) -> usize {
         self.warpgroups
     }
