@@ -14,7 +14,7 @@ use flashtile_core::problem::Problem;
 pub struct CudaPlan {
     problem: Problem,
     options: PlanOptions,
-    engine: PlannedKernels,
+    kernels: PlannedKernels,
 }
 
 /// The kind of kernels that compute a plan.
@@ -39,12 +39,12 @@ impl CudaPlan {
     /// [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let portable = Self::takes_portable(problem, facts, options)?;
-        let engine = if portable {
+        let kernels = if portable {
             PlannedKernels::Portable(Box::new(Portable::new(problem, facts, options, None)?))
         } else {
             PlannedKernels::Native(NativePlan::new(problem, facts, options, None)?)
         };
-        Ok(Self { problem: problem.clone(), options, engine })
+        Ok(Self { problem: problem.clone(), options, kernels })
     }
 
     /// [`CudaPlan::new`] with a tile that the caller chooses for all launches, to measure tiles that the
@@ -67,7 +67,7 @@ impl CudaPlan {
             }
             NativePlan::new(problem, facts, options, Some(tile)).map(PlannedKernels::Native)
         };
-        let engine = match tile {
+        let kernels = match tile {
             CudaTile::Portable(tile) => {
                 let mut options = options;
                 options.kernels = KernelChoice::Portable;
@@ -77,7 +77,7 @@ impl CudaPlan {
             CudaTile::Sm80(tile) => native(NativeTile::Sm80(tile))?,
             CudaTile::Sm90(tile) => native(NativeTile::Sm90(tile))?,
         };
-        Ok(Self { problem: problem.clone(), options, engine })
+        Ok(Self { problem: problem.clone(), options, kernels })
     }
 
     /// Returns true if portable kernels run where the caller gives no tile: there are no native ones for the
@@ -119,18 +119,18 @@ impl CudaPlan {
     }
 
     pub(crate) const fn planned_kernels(&self) -> &PlannedKernels {
-        &self.engine
+        &self.kernels
     }
 
     pub(crate) const fn native(&self) -> Option<&NativePlan> {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => Some(plan),
             PlannedKernels::Portable(_) => None,
         }
     }
 
     pub(crate) const fn portable(&self) -> Option<&Portable> {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(_) => None,
             PlannedKernels::Portable(plan) => Some(&**plan),
         }
@@ -147,7 +147,7 @@ impl CudaPlan {
     /// Names of the kernels, see [`CudaKernel`], joined by `+`.
     #[must_use]
     pub fn kernel(&self) -> String {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => plan.kernel_names(),
             PlannedKernels::Portable(plan) => plan.kernel.to_string(),
         }
@@ -156,7 +156,7 @@ impl CudaPlan {
     /// Work tiles of all launches; of the portable kernel its threadgroups.
     #[must_use]
     pub fn task_count(&self) -> usize {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => plan.work_tile_count(),
             PlannedKernels::Portable(plan) => plan.plan.groups(),
         }
@@ -165,7 +165,7 @@ impl CudaPlan {
     /// The most splits into which the keys of a tile are cut; with the portable kernel every tile has that number.
     #[must_use]
     pub fn splits(&self) -> usize {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => plan.splits(),
             PlannedKernels::Portable(plan) => plan.plan.splits(),
         }
@@ -174,7 +174,7 @@ impl CudaPlan {
     /// Bytes of device memory that a run needs beside its tensors: the schedule, mask tiles, partial results.
     #[must_use]
     pub const fn workspace_bytes(&self) -> usize {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => plan.regions().len,
             PlannedKernels::Portable(plan) => plan.plan.regions().len,
         }
@@ -183,7 +183,7 @@ impl CudaPlan {
 
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match &self.engine {
+        match &self.kernels {
             PlannedKernels::Native(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
             PlannedKernels::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
         }
