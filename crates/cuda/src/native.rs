@@ -134,6 +134,7 @@ impl Tensors {
             v_batch_rows: v.batch_rows,
             kv_box_rows: kv_box_rows as u32,
             q_box_positions,
+            // The launch's, which sets it.
             queued: 0,
         })
     }
@@ -143,7 +144,8 @@ impl Tensors {
 /// threads copy as fast.
 const MIN_PAGE_BOX: usize = 16;
 
-/// A plan of native kernels on the device.
+/// The context of one run, borrowed from a [`Prepared`](super::prepared::Prepared): a plan of native kernels, their functions and its
+/// scratch memory.
 #[derive(Debug)]
 pub(super) struct NativeRun<'a> {
     pub(super) cuda: &'a Cuda,
