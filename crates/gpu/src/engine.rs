@@ -49,8 +49,9 @@ pub trait Engine {
         old: Option<Self::Prepared>,
     ) -> Result<Self::Prepared, Self::Error>;
 
-    /// Turns a prepared plan into the plan of another step of the same sequences, which differ only in their
-    /// numbers of keys. Returns the new plan where its launches or sizes differ.
+    /// Replaces a prepared plan by the plan of another step of the same sequences, which differ only in their numbers
+    /// of keys. `None` if it did. `Some(plan)` hands the new plan back: its launches or sizes differ, `prepared` is
+    /// still the old plan, and the caller has to prepare the new one.
     ///
     /// # Errors
     /// The error that the device reports.
@@ -67,8 +68,8 @@ pub trait Engine {
     /// The problem that a plan computes.
     fn problem(plan: &Self::Plan) -> &Problem;
 
-    /// Writes the data of sequences that changed since the last run to the device. Returns true if kernels
-    /// then look up a block table for `tables`.
+    /// Writes what the engine keeps of `tables` on the device, if it changed since the last run. Returns true if the kernels
+    /// also read a block table, which the caller then copies to the device and passes to [`Engine::run`].
     ///
     /// # Errors
     /// The error that the device reports.
@@ -238,7 +239,7 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
         plan.problem()
     }
 
-    /// Where each sequence has one page that is no ring, the numbers of the sequences say which.
+    /// Where each sequence has one page that is no ring, its page is written with its numbers, and kernels read no block table.
     fn write_sequences(
         &self,
         device: &D,
