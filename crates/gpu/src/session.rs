@@ -320,12 +320,12 @@ impl<E: Engine> Session<E> {
     ) -> Result<(), E::Error> {
         loop {
             let kept = &mut self.plans[0];
-            match run(&self.device, &self.engine, kept) {
-                Err(error) if self.engine.learn(E::planned(&kept.prepared), &error) => {}
-                result => {
-                    self.device.submit();
-                    return result;
-                }
+            let result = run(&self.device, &self.engine, kept);
+            let learned =
+                result.as_ref().is_err_and(|error| self.engine.learn(E::planned(&kept.prepared), error));
+            if !learned {
+                self.device.submit();
+                return result;
             }
             let plan = self.engine.plan(self.plans[0].problem()).map_err(SessionError::from)?;
             let tables = self.plans.remove(0).tables;
