@@ -8,7 +8,7 @@ struct MaskTiles {
     bool mask_every_tile, varies_by_key;
 
     DEVICE MaskTiles(const ForwardParams& p, const WorkTile& work_tile) {
-        u32 count = rows_of_tile(p, work_tile, 0, BLOCK_M);
+        u32 count = tile_row_count(p, work_tile, 0, BLOCK_M);
         u32 first_position = quotient(work_tile.row, p.gqa_group), last_position = quotient(work_tile.row + count - 1, p.gqa_group);
         bool by_head = p.mask.head != 0, by_row = p.mask.row != 0;
         plane_bytes = (u64)p.mask_q_tiles * p.mask_k_blocks;

@@ -20,8 +20,8 @@ DEVICE const WorkTile* work_tile_at(const ForwardParams& p, u32 entry) { return 
 // Rows of the sequence and key/value head of a work tile.
 DEVICE u32 row_count(const ForwardParams& p, const WorkTile& work_tile) { return work_tile.q_len * p.gqa_group.value; }
 
-// The rows of a work tile's tile, from its row `first` on and at most `most`, that exist.
-DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 first, u32 most) {
+// The number of rows of a work tile's tile that exist, from its row `first` on and at most `most`.
+DEVICE u32 tile_row_count(const ForwardParams& p, const WorkTile& work_tile, u32 first, u32 most) {
     u32 rest = row_count(p, work_tile) - work_tile.row;
     return rest <= first ? 0 : rest - first < most ? rest - first : most;
 }

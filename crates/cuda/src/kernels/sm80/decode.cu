@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) forward(con
     for (u32 entry = blockIdx.x;;) {
         const WorkTile work_tile = load_work_tile(p, entry);
         if (work_tile.sequence == NONE) return;
-        const u32 rows = rows_of_tile(p, work_tile, 0, BLOCK_M);
+        const u32 rows = tile_row_count(p, work_tile, 0, BLOCK_M);
         const KvSource source(p, work_tile);
         const u32 end = work_tile.end > work_tile.begin ? end_block(work_tile) : work_tile.begin / BLOCK_N;
         const u32 block = next_block(p, work_tile, work_tile.begin / BLOCK_N, end);

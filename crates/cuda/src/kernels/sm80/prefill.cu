@@ -188,7 +188,7 @@ struct KvProducer {
 // Stores a warp's rows of one split of a tile; the team that is the last of the splits merges them.
 DEVICE void store_and_merge(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
     store_split(warp.p, work_tile, warp.first_row, acc);
-    u32 first_row = warp.team * TEAM_ROWS, rows = rows_of_tile(warp.p, work_tile, first_row, TEAM_ROWS);
+    u32 first_row = warp.team * TEAM_ROWS, rows = tile_row_count(warp.p, work_tile, first_row, TEAM_ROWS);
     MergeTeam team = {warp.team, TEAMS, warp.memory.flags.is_last_split + warp.team, TEAM_BARRIER + (int)warp.team,
                       first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
     merge_if_last<TEAM_THREADS>(warp.p, work_tile, team, [&](u32 first, u32 count, u32 to) { merge_partials<16>(warp.p, work_tile, team, first, count, to); });

@@ -72,7 +72,7 @@ struct Consumer {
     DEVICE KeyBlocks seen_blocks(const WorkTile& work_tile, KeyBlocks blocks, const Row* rows) const {
         if (CONSUMERS < 3 || !TMA || params.forward.mask_every_tile) return blocks;
         const Row* own = rows + part * CONSUMER_ROWS;
-        const u32 count = rows_of_tile(params.forward, work_tile, part * CONSUMER_ROWS, CONSUMER_ROWS);
+        const u32 count = tile_row_count(params.forward, work_tile, part * CONSUMER_ROWS, CONSUMER_ROWS);
         u32 first = blocks.end, end = blocks.end;
         if (count) first = own[0].begin / BLOCK_N, end = (own[count - 1].end + BLOCK_N - 1) / BLOCK_N;
         first = uniform(first), end = uniform(end);
@@ -87,7 +87,7 @@ struct Consumer {
         FullBlocks full(params.forward, work_tile);
         if (CONSUMERS < 3 || !TMA || Scoring::HAS_BIAS || params.forward.mask_every_tile) return full;
         const Row* own = rows + part * CONSUMER_ROWS;
-        const u32 count = rows_of_tile(params.forward, work_tile, part * CONSUMER_ROWS, CONSUMER_ROWS);
+        const u32 count = tile_row_count(params.forward, work_tile, part * CONSUMER_ROWS, CONSUMER_ROWS);
         if (count) full.begin = uniform((own[count - 1].begin + BLOCK_N - 1) / BLOCK_N), full.end = uniform(own[0].end / BLOCK_N);
         return full;
     }

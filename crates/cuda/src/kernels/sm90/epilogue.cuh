@@ -61,7 +61,7 @@ DEVICE void store(const Consumer& consumer, const RingStage<LISTED>& tile_at, co
         return;
     }
     store_split(p, work_tile, consumer.first_row, acc);
-    u32 first_row = consumer.part * CONSUMER_ROWS, rows = rows_of_tile(p, work_tile, first_row, CONSUMER_ROWS);
+    u32 first_row = consumer.part * CONSUMER_ROWS, rows = tile_row_count(p, work_tile, first_row, CONSUMER_ROWS);
     MergeTeam merge = {consumer.index, CONSUMERS, consumer.memory.merge_messages + consumer.index, CONSUMER_BARRIER + (int)consumer.index,
                        first_row, rows, threadIdx.x / 32 % CONSUMER_WARPS, CONSUMER_WARPS};
     merge_splits<WARPGROUP_THREADS>(p, work_tile, merge, consumer.is_last(tile_at));
