@@ -22,6 +22,7 @@ struct BiasedRow : UnbiasedRow {
     u64 tree_mask, mask;
 };
 
+// A row of a tile as scores need it: the keys that it sees, and where there are biases, how it finds them.
 typedef Select<Scoring::HAS_BIAS, BiasedRow, UnbiasedRow>::Type Row;
 
 DEVICE u32 clamp(i64 x, u32 max) { return x < 0 ? 0u : x > (i64)max ? max : (u32)x; }
@@ -129,6 +130,10 @@ DEVICE float add_bias(float x, float bias) {
 }
 
 // ---- the score formula
+
+// The factor from scores, as `score_mod` leaves them, to units of log2. Without a bias they are products q . k until exp2, which multiplies by this
+// factor in the same instruction that subtracts row_max; so row_max is a product too, until `reduce_row_sum`.
+DEVICE float score_scale(const ForwardParams& p) { return Scoring::HAS_BIAS ? 1.f : p.scale; }
 
 // Scores of products q . k in units of log2, in their place: softcap(scale * q . k) + bias; -inf where the row does not see the key. Tiles
 // that are not MASKED are visible to all of their rows, and have no bias of a mask. A score function of the user's enters here: a row

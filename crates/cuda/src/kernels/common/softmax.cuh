@@ -383,7 +383,7 @@ DEVICE bool row_max_is_unfit(const RowStats& acc, const float (&sums)[MMA_M][2])
 // Scores of a tile to probabilities; what was accumulated before is scaled where row_max grows.
 template <bool MASKED>
 DEVICE void online_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& s, Probs& probs, const TileRows& tile) {
-    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    const float scale = score_scale(p);
     mask_scores<MASKED>(p, s, tile.rows, tile.key0);
     Rescale rescale;
     update_row_max(acc, s, scale, RESCALE_THRESHOLD, rescale);

@@ -29,7 +29,7 @@ DEVICE void start_pv(const PrefillMemory& memory, OnlineSoftmax& acc, Probs& pro
 // Scores to probabilities, in place; row_max grows where a tile's maximum exceeds it by more than `threshold`. The output is to be scaled when
 // the products that change it have ended.
 DEVICE void begin_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& scores, float threshold, Rescale& rescale, float (&sums)[1][2]) {
-    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    const float scale = score_scale(p);
     update_row_max(acc, scores, scale, threshold, rescale);
     exponentiate(acc, scores, scale, sums);
     // Else the compiler would move this arithmetic past the wait for the products, which run meanwhile.
@@ -267,7 +267,7 @@ struct SerialMainloop {
     DEVICE void step(const Consumer& consumer, const TileRows& tile, bool masked, bool finds_maxima) {
         const ForwardParams& p = consumer.params.forward;
         Barriers& barriers = consumer.memory.barriers;
-        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        const float scale = score_scale(p);
         float sums[1][2];
         at.wait_full(shared_address(barriers.k_full));
         consumer.begin_turn();

@@ -96,7 +96,7 @@ struct F32Mainloop {
     }
 
     DEVICE void softmax(const ForwardParams& p, const Row* rows, u32 key0, bool masked) {
-        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        const float scale = score_scale(p);
         mask_scores(p, scores, rows, key0, masked);
         Rescale rescale;
         update_row_max(acc, scores, scale, RESCALE_THRESHOLD, rescale);

@@ -91,7 +91,7 @@ struct WideMainloop {
     // A tile of keys.
     DEVICE void step(const Consumer& consumer, const Row* rows, u32 block, bool masked) {
         const ForwardParams& p = consumer.params.forward;
-        const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+        const float scale = score_scale(p);
         k_at.wait_full(shared_address(consumer.memory.barriers.k_full));
         consumer.start_qk(scores, uniform(k_at.stage()));
         consumer.wait_qk<0>(scores, k_at.stage());

@@ -131,7 +131,7 @@ struct WarpRows {
 
 // The probabilities of STEP_KEYS keys from key0 on, of their products, as a left operand. `visible` are a lane's `visible_bits`.
 DEVICE void recompute_probs(const ForwardParams& p, const WarpRows& warp, u32 key0, u32 visible, const float (&products)[WORD_ELEMENTS][4], u32 (&words)[4]) {
-    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    const float scale = score_scale(p);
     const u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < WORD_ELEMENTS; n++)
@@ -197,7 +197,7 @@ DEVICE void recompute_columns(const ForwardParams& p, const WorkTile& work_tile,
 // Replaces the infinities and NaN of acc.out; other elements stay, so that a key's NaN changes nothing in rows that do not see it. If sums can
 // overflow, all elements are then sums of values times SHRINK. `rows` are the warp's, from the work tile's row `first_row` on.
 DEVICE void recompute_out(const ForwardParams& p, const WorkTile& work_tile, u32 first_row, const Row* rows, OnlineSoftmax& acc) {
-    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    const float scale = score_scale(p);
     WarpRows warp = {first_row, rows};
 #pragma unroll
     for (int half = 0; half < 2; half++) warp.shift[half] = acc.row_max[0][half] == -INF ? 0.f : acc.row_max[0][half] * scale;
