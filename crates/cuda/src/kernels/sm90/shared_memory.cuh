@@ -31,21 +31,21 @@ constexpr int K_STAGES = OVERLAPS ? STAGES + EXTRA_K_STAGES : STAGES;
 // registers with which the block is launched, or setmaxnreg waits forever. A producer thread needs more
 // registers to look up pages, to find tiles that a mask skips, to read the terms of a row's biases, and to
 // split f32.
-constexpr bool COPIES_MORE = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
+constexpr bool MANY_PRODUCER_REGISTERS = Scoring::HAS_MASK || (Scoring::HAS_BIAS && VALUE_DIM <= 128);
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS + WARPGROUP_THREADS) / 8 * 8;
-constexpr bool COPIES_BY_TMA = TMA && !Scoring::HAS_BIAS, COPIES_LITTLE = COPIES_BY_TMA && !PAGED;
-constexpr int PRODUCER_REGISTERS = DTYPE == F32    ? 104
-                               : CONSUMERS == 4    ? 32
-                               : CONSUMERS == 3    ? (COPIES_BY_TMA ? 32 : 56)
-                               : COPIES_MORE   ? 56
-                               : COPIES_LITTLE ? 24
-                                               : 40;
-constexpr int CONSUMER_REGISTERS = DTYPE == F32    ? (CONSUMERS == 1 ? 240 : 200)
-                               : CONSUMERS == 4    ? 112
-                               : CONSUMERS == 3    ? (COPIES_BY_TMA ? 160 : 152)
-                               : COPIES_MORE   ? 224
-                               : COPIES_LITTLE ? 240
-                                               : 232;
+constexpr bool TMA_WITHOUT_BIAS = TMA && !Scoring::HAS_BIAS, FEW_PRODUCER_REGISTERS = TMA_WITHOUT_BIAS && !PAGED;
+constexpr int PRODUCER_REGISTERS = DTYPE == F32                ? 104
+                                   : CONSUMERS == 4            ? 32
+                                   : CONSUMERS == 3            ? (TMA_WITHOUT_BIAS ? 32 : 56)
+                                   : MANY_PRODUCER_REGISTERS   ? 56
+                                   : FEW_PRODUCER_REGISTERS    ? 24
+                                                               : 40;
+constexpr int CONSUMER_REGISTERS = DTYPE == F32                ? (CONSUMERS == 1 ? 240 : 200)
+                                   : CONSUMERS == 4            ? 112
+                                   : CONSUMERS == 3            ? (TMA_WITHOUT_BIAS ? 160 : 152)
+                                   : MANY_PRODUCER_REGISTERS   ? 224
+                                   : FEW_PRODUCER_REGISTERS    ? 240
+                                                               : 232;
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (CONSUMERS + 1) * LAUNCH_REGISTERS);
 
 // Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
