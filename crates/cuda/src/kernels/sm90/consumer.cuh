@@ -54,11 +54,11 @@ struct Consumer {
         else named_barrier_sync<WARPGROUP_THREADS>(CONSUMER_BARRIER + index);
     }
 
-    // Returns true if no work tile is listed after the one at `tile_at`.
-    DEVICE bool is_last(const RingStage<LISTED>& tile_at) const {
-        RingStage<LISTED> next = tile_at;
+    // Returns true if no work tile follows the one at `tile_at`.
+    DEVICE bool is_last(const RingStage<WORK_TILE_STAGES>& tile_at) const {
+        RingStage<WORK_TILE_STAGES> next = tile_at;
         next.advance();
-        return next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.listed[next.stage()].work_tile.sequence == NONE;
+        return next.test_full(shared_address(memory.barriers.work_tile_full)) && memory.staged[next.stage()].work_tile.sequence == NONE;
     }
 
     // Arrives once for the warp. Its products end for all lanes together, so one lane suffices.

@@ -52,9 +52,9 @@ DEVICE void store_elements(const ForwardParams& p, const WorkTile& work_tile, u3
 
 // Stores a warp's rows of a work tile in the output. Rows of a split are stored as its partial, and the consumer then joins the merge of the tile's
 // splits (`merge_splits`): it waits for the other splits if it has nothing else to do.
-DEVICE void store(const Consumer& consumer, const RingStage<LISTED>& tile_at, const OnlineSoftmax& acc) {
+DEVICE void store(const Consumer& consumer, const RingStage<WORK_TILE_STAGES>& tile_at, const OnlineSoftmax& acc) {
     const ForwardParams& p = consumer.params.forward;
-    const WorkTile& work_tile = consumer.memory.listed[tile_at.stage()].work_tile;
+    const WorkTile& work_tile = consumer.memory.staged[tile_at.stage()].work_tile;
     if (work_tile.splits <= 1) {
         if (DTYPE == F32) store_rows(p, work_tile, consumer.first_row, acc);
         else store_elements(p, work_tile, consumer.first_row, acc);
@@ -69,10 +69,10 @@ DEVICE void store(const Consumer& consumer, const RingStage<LISTED>& tile_at, co
 
 // Ends the work tile at `tile_at`: recomputes sums that are not finite, and stores the warp's rows or merges them.
 template <typename Mainloop>
-DEVICE void end_work_tile(const Consumer& consumer, const RingStage<LISTED>& tile_at, Mainloop& mainloop) {
+DEVICE void end_work_tile(const Consumer& consumer, const RingStage<WORK_TILE_STAGES>& tile_at, Mainloop& mainloop) {
     const ForwardParams& p = consumer.params.forward;
-    const ListedTile& listed = consumer.memory.listed[tile_at.stage()];
-    const WorkTile& work_tile = listed.work_tile;
+    const StagedTile& staged = consumer.memory.staged[tile_at.stage()];
+    const WorkTile& work_tile = staged.work_tile;
     OnlineSoftmax& acc = mainloop.acc;
     auto row_ends = [&] {
         if constexpr (Mainloop::ENDS_EARLY) return mainloop.ends;
@@ -83,7 +83,7 @@ DEVICE void end_work_tile(const Consumer& consumer, const RingStage<LISTED>& til
             store_if_finite(p, work_tile, consumer.first_row, acc, row_ends()))
             return;
     const bool recompute = __any_sync(ALL_LANES, acc.needs_recompute(may_mask(p, work_tile)));
-    if (recompute) recompute_out(p, work_tile, consumer.first_row, listed.rows + consumer.first_row, acc);
+    if (recompute) recompute_out(p, work_tile, consumer.first_row, staged.rows + consumer.first_row, acc);
     acc.reduce_row_sum(p);
     if (CAN_OVERFLOW && recompute) acc.unshrink();
     store(consumer, tile_at, acc);

@@ -12,35 +12,36 @@ DEVICE void compute_work_tiles(const PrefillParams& params, PrefillMemory& memor
     const ForwardParams& p = params.forward;
     Consumer consumer(params, memory);
     Mainloop mainloop;
-    RingStage<LISTED> tile_at;
+    RingStage<WORK_TILE_STAGES> tile_at;
     // The first turn.
     if (PING_PONG && consumer.index == 0) named_barrier_arrive<2 * WARPGROUP_THREADS>(TURN_BARRIER);
-    auto is_listed = [&](const RingStage<LISTED>& at) {
+    // Waits for the work tile of a stage; returns false after the last.
+    auto wait_work_tile = [&](const RingStage<WORK_TILE_STAGES>& at) {
         at.wait_full(shared_address(memory.barriers.work_tile_full));
-        return memory.listed[at.stage()].work_tile.sequence != NONE;
+        return memory.staged[at.stage()].work_tile.sequence != NONE;
     };
-    auto wait_q = [&](const RingStage<LISTED>& at) { consumer.wait_q(memory.listed[at.stage()].work_tile, QStage(at)); };
+    auto wait_q = [&](const RingStage<WORK_TILE_STAGES>& at) { consumer.wait_q(memory.staged[at.stage()].work_tile, QStage(at)); };
     if constexpr (Mainloop::STARTS_EARLY) {
-        if (!is_listed(tile_at)) return;
+        if (!wait_work_tile(tile_at)) return;
         wait_q(tile_at);
         mainloop.wait_k(consumer);
         mainloop.start(consumer);
     }
     for (;; tile_at.advance()) {
         if constexpr (!Mainloop::STARTS_EARLY) {
-            if (!is_listed(tile_at)) return;
+            if (!wait_work_tile(tile_at)) return;
         }
-        const ListedTile& listed = memory.listed[tile_at.stage()];
-        const KeyBlocks blocks(p, listed.work_tile);
+        const StagedTile& staged = memory.staged[tile_at.stage()];
+        const KeyBlocks blocks(p, staged.work_tile);
         mainloop.acc.reset();
         if constexpr (!Mainloop::STARTS_EARLY) wait_q(tile_at);
         tile_at.wait_full(shared_address(memory.barriers.rows_full));
-        mainloop.compute(consumer, listed.work_tile, blocks, listed.rows + consumer.first_row);
+        mainloop.compute(consumer, staged.work_tile, blocks, staged.rows + consumer.first_row);
         bool more = true;
         if constexpr (Mainloop::STARTS_EARLY) {
-            RingStage<LISTED> next = tile_at;
+            RingStage<WORK_TILE_STAGES> next = tile_at;
             next.advance();
-            more = is_listed(next);
+            more = wait_work_tile(next);
             if (more) wait_q(next), mainloop.wait_k(consumer);
             mainloop.start(consumer);
         }
@@ -68,15 +69,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + WARPGROUP_THREADS, 1) for
             for (int n = 0; n < count; n++) mbarrier_init(shared_address(barriers + n), arrivals);
         };
         Barriers& b = memory.barriers;
-        init(b.q_full[0], Q_STAGES * Q_PARTS, 1);                       // TMA of a part of q, whose bytes one producer thread announces
-        init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);                      // every consumer warp that reads the part (Q_STAGES == 1)
-        init(b.k_full, K_STAGES, TMA ? 1 : LOADERS);                    // TMA, announced by one producer thread; else each thread that copied keys
-        init(b.k_empty, K_STAGES, WARPS);                               // every consumer warp
-        init(b.v_full, STAGES, TMA ? 1 : LOADERS);                      // as k_full, by the threads that copy values
-        init(b.v_empty, STAGES, WARPS);                                 // every consumer warp
-        init(b.work_tile_full, LISTED, WORK_TILE_LOADERS);              // each producer thread that copied 16 bytes of the description
-        init(b.work_tile_empty, LISTED, THREADS + LOADERS);             // every consumer thread, and every thread that copies values
-        init(b.rows_full, LISTED, LOADERS);                             // every thread that copies values, once its rows' visible keys are found
+        init(b.q_full[0], Q_STAGES * Q_PARTS, 1);                           // TMA of a part of q, whose bytes one producer thread announces
+        init(b.q_empty, Q_PARTS, WARPS / Q_PARTS);                          // every consumer warp that reads the part (Q_STAGES == 1)
+        init(b.k_full, K_STAGES, TMA ? 1 : LOADERS);                        // TMA, announced by one producer thread; else each thread that copied keys
+        init(b.k_empty, K_STAGES, WARPS);                                   // every consumer warp
+        init(b.v_full, STAGES, TMA ? 1 : LOADERS);                          // as k_full, by the threads that copy values
+        init(b.v_empty, STAGES, WARPS);                                     // every consumer warp
+        init(b.work_tile_full, WORK_TILE_STAGES, WORK_TILE_LOADERS);        // each producer thread that copied 16 bytes of the description
+        init(b.work_tile_empty, WORK_TILE_STAGES, THREADS + LOADERS);       // every consumer thread, and every thread that copies values
+        init(b.rows_full, WORK_TILE_STAGES, LOADERS);                       // every thread that copies values, once its rows' visible keys are found
         mbarrier_publish();
     }
     __syncthreads();

@@ -199,8 +199,8 @@ struct OverlappedMainloop {
     // The first tile is not in a run: there are no values of a tile before, with which its scores would be multiplied together. With HAS_REGISTERS its
     // code stands before the loop.
     //
-    // Full tiles are those of all rows of the work tile. Three consumers that masked by their own rows' tiles, as those of a SerialMainloop do
-    // (`Consumer::full_blocks`), were slower here; for two consumers both are the same.
+    // A full tile is one that all rows of the work tile see. A SerialMainloop masks by its own consumer's rows (`Consumer::full_blocks`); that was slower
+    // here with three consumers, and with two it gives the same tiles.
     DEVICE void compute(const Consumer& consumer, const WorkTile& work_tile, const KeyBlocks& blocks, const Row* rows) {
         const ForwardParams& p = consumer.params.forward;
         const KeyBlocks seen = consumer.seen_blocks(work_tile, blocks, rows - consumer.first_row);

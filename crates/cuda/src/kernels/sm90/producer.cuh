@@ -116,11 +116,11 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
     const ForwardParams& p = params.forward;
     const u32 thread = threadIdx.x % LOADERS;
     KvProducer<T, VALUES> kv = {params, memory};
-    RingStage<LISTED> tile_at;
+    RingStage<WORK_TILE_STAGES> tile_at;
     u32 entry = blockIdx.x;
     for (;; tile_at.advance()) {
-        ListedTile& listed = memory.listed[tile_at.stage()];
-        WorkTile& work_tile = listed.work_tile;
+        StagedTile& staged = memory.staged[tile_at.stage()];
+        WorkTile& work_tile = staged.work_tile;
         const u32 full = shared_address(memory.barriers.work_tile_full + tile_at.stage());
         // Addresses are computed when they are needed: a producer thread may have 24 registers.
         auto empty = [&] { return shared_address(memory.barriers.work_tile_empty + opaque(tile_at.stage())); };
@@ -139,7 +139,7 @@ DEVICE void produce(const PrefillParams& params, PrefillMemory& memory) {
             // Consumers may wait for the last values of the work tile before.
             if (!TMA) kv.copies.template hand_over<0>();
 #pragma unroll 1
-            for (u32 row = thread; row < BLOCK_M; row += LOADERS) listed.rows[row] = row_of_tile(*opaque(&p), *opaque(&work_tile), row);
+            for (u32 row = thread; row < BLOCK_M; row += LOADERS) staged.rows[row] = row_of_tile(*opaque(&p), *opaque(&work_tile), row);
             mbarrier_arrive(shared_address(memory.barriers.rows_full + opaque(tile_at.stage())));
         }
         const KeyBlocks blocks(p, work_tile);

@@ -48,14 +48,14 @@ constexpr int CONSUMER_REGISTERS = DTYPE == F32                ? (CONSUMERS == 1
                                                                : 232;
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (CONSUMERS + 1) * LAUNCH_REGISTERS);
 
-// Descriptions of work tiles in shared memory: of the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
-constexpr int LISTED = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
+// The ring of work tiles: the one that is computed, and the next. Each of WORK_TILE_LOADERS threads copies 16 bytes.
+constexpr int WORK_TILE_STAGES = 2, WORK_TILE_LOADERS = sizeof(WorkTile) / 16;
 
 // Barriers in shared memory: a tile is there, and all that read it are done.
 struct Barriers {
     u64 q_full[Q_STAGES][Q_PARTS], q_empty[Q_PARTS];
     u64 k_full[STAGES + EXTRA_K_STAGES], k_empty[STAGES + EXTRA_K_STAGES], v_full[STAGES], v_empty[STAGES];
-    u64 work_tile_full[LISTED], work_tile_empty[LISTED], rows_full[LISTED];
+    u64 work_tile_full[WORK_TILE_STAGES], work_tile_empty[WORK_TILE_STAGES], rows_full[WORK_TILE_STAGES];
 };
 
 // Shared memory of two consumers that share rows: the probabilities of a tile of 64 keys, and two values that each thread passes to the other consumer.
@@ -67,18 +67,18 @@ static_assert(sizeof(SharedRows) % 1024 == 0);
 
 struct OwnRows {};
 
-// A work tile, and which keys its rows see.
-struct ListedTile {
+// A stage of the ring of work tiles: a work tile, and which keys its rows see.
+struct StagedTile {
     WorkTile work_tile;
     Row rows[BLOCK_M];
 };
-static_assert(sizeof(ListedTile) % 16 == 0);
+static_assert(sizeof(StagedTile) % 16 == 0);
 
 struct PrefillMemory : Select<(VALUE_CONSUMERS > 1), SharedRows, OwnRows>::Type {
     u8 q[Q_STAGES][TERMS * QTile::BYTES];
     u8 k[STAGES + EXTRA_K_STAGES][TERMS * KTile::BYTES];
     u8 v[STAGES][TERMS * VTile::BYTES];
-    ListedTile listed[LISTED];
+    StagedTile staged[WORK_TILE_STAGES];
     Barriers barriers;
     // A consumer's rows of a merge, and the number of consumers that share it: one thread of each consumer tells the others.
     u32 merge_messages[4];
@@ -91,9 +91,9 @@ static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
 struct QStage {
     u32 stage, parity;
 
-    DEVICE QStage(const RingStage<LISTED>& tile_at)
+    DEVICE QStage(const RingStage<WORK_TILE_STAGES>& tile_at)
         : stage(Q_STAGES == 1 ? 0 : tile_at.stage()), parity(Q_STAGES == 1 ? tile_at.stage() : tile_at.parity()) {
-        static_assert(LISTED == 2 && (Q_STAGES == 1 || Q_STAGES == LISTED));
+        static_assert(WORK_TILE_STAGES == 2 && (Q_STAGES == 1 || Q_STAGES == WORK_TILE_STAGES));
     }
 };
 
