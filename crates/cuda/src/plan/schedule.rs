@@ -62,6 +62,11 @@ impl Tile {
         self.blocks(block_k) + 1
     }
 
+    /// The work tile of all of its keys: blocks of one key begin and end where the keys do, whatever the kernel's blocks are.
+    fn whole(&self) -> WorkTile {
+        self.work_tile(0..self.blocks(1), 1)
+    }
+
     /// The work tile of a range of its blocks of keys.
     fn work_tile(&self, blocks: Range<usize>, block_k: usize) -> WorkTile {
         let first = self.keys.start / block_k;
@@ -174,8 +179,7 @@ impl Assignment {
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for tile in in_sections(&tiles, section, 0) {
             let Some(Reverse((work, block))) = done.pop() else { break };
-            // All of its keys: with blocks of one key, the range begins and ends where the keys do.
-            blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
+            blocks[block].push(tile.whole());
             // A block of threads with as many work tiles as it may have gets no more: the others have room for the rest.
             if blocks[block].len() < max_work_tiles {
                 done.push(Reverse((work + tile.time(block_k), block)));
@@ -199,7 +203,7 @@ impl Assignment {
         assignment.used.counters = 1;
         let rest = if cuts { unbalanced(&tiles, shape, room) } else { 0 };
         let rest = tiles.split_off(tiles.len() - rest);
-        let mut work_tiles = tiles.into_iter().map(|tile| tile.work_tile(0..tile.blocks(1), 1));
+        let mut work_tiles = tiles.into_iter().map(|tile| tile.whole());
         assignment.blocks = work_tiles.by_ref().take(room).map(|first| vec![first]).collect();
         assignment.queue = work_tiles.collect();
         if !rest.is_empty() {
@@ -402,8 +406,8 @@ fn aligned_splits(tiles: &[Tile], shape: &TileShape, room: usize) -> Option<usiz
     (aligned * 16 <= anywhere * 17).then_some(splits)
 }
 
-/// Cuts tiles, given by their blocks of keys, into splits for blocks of threads that each have room for `share` blocks of keys; a split
-/// takes one more than it has. Reports tile, block of threads and blocks of keys of each split. A split that a cut leaves has at
+/// Cuts tiles, given by their blocks of keys, into splits for blocks of threads that each have time for `share` blocks of keys; a split
+/// takes the time of one more than it has. Reports tile, block of threads and blocks of keys of each split. A split that a cut leaves has at
 /// least `min_blocks`, except the last of a tile. Returns the number of blocks of threads.
 fn cut(
     tiles: impl Iterator<Item = usize>,
