@@ -106,7 +106,7 @@ impl Sm90Tile {
         1
     }
 
-    /// Warpgroups that end a tile each for itself, with a counter and a partial each.
+    /// Warpgroups that end a tile each for itself, with a counter each.
     pub(super) const fn teams(&self) -> usize {
         self.warpgroups
     }
