@@ -269,7 +269,7 @@ pub(super) mod vnni_products {
     pub(in crate::isa) use super::f32_products::{LOOPS, vnni_kernels as kernels};
 }
 
-/// AVX-512 with BF16.
+/// AVX-512 with BF16. The macro `entry_points!` of `entry.rs` writes `kernels` and `LOOPS`.
 pub(super) mod bf16_products {
     use super::Avx512;
     use crate::kernels::products::bf16_pairs::Bf16Pairs;
@@ -281,7 +281,7 @@ pub(super) mod bf16_products {
     );
 }
 
-/// AVX-512 with BF16 and AMX.
+/// AVX-512 with BF16 and AMX: `kernels` and `LOOPS` as above.
 pub(super) mod amx_products {
     use super::Avx512;
     use crate::kernels::products::amx::Amx;

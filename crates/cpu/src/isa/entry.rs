@@ -126,7 +126,7 @@ macro_rules! entry_points {
     };
     (pairs, $S:ty, $P:ty $(, $features:literal)?) => {
         crate::isa::entry::entry_points!(@common $S, $P, [$($features)?]);
-        // A pair of keys takes the place of an f32.
+        // Two neighbouring elements of a key take the place of an f32.
         crate::isa::entry::element_entries!(bf16_elements, $S, $P, [$($features)?], Bf16, Single<f32>);
 
         /// The kernels of this instruction set, of bf16 keys and values.

@@ -1,7 +1,7 @@
 //! Quantized keys and values: the rows of a head, and their decoding to the place where a block of elements is packed.
 //!
-//! After decoding, they are treated like elements. Tasks of few rows multiply codes in place instead, if the instruction set can
-//! ([`products::code_block`](super::products)).
+//! After decoding, they are treated like elements. Codes that the instruction set can multiply in place
+//! ([`products::code_block`](super::products)) are not decoded: as integers in tasks of any number of rows, as f32 where a sequence has few.
 
 #![allow(unsafe_code)]
 

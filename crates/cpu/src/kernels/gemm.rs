@@ -1,4 +1,9 @@
-//! The one micro-kernel of both products: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
+//! The micro-kernel of vectors: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
+//!
+//! [`F32`](super::products::f32_fma::F32) and [`Bf16Pairs`](super::products::bf16_pairs::Bf16Pairs) compute both products of packed operands
+//! with it, and `F32` also `p . v` with values in place. Scores with keys in place repeat its chain ([`stream`](super::stream)). The matrix
+//! unit ([`amx`](super::products::amx)) and products with codes in place ([`vnni`](super::products::vnni),
+//! [`byte_codes`](super::products::byte_codes)) have kernels of their own.
 //!
 //! Each element of `C` is a single chain of multiply-adds ([`MulAdd`]) over `depth` in order, in whichever tile it is computed, so that its
 //! bits depend only on its row of `A` and its column of `B`.

@@ -147,9 +147,9 @@ impl<'a> TaskState<'a> {
     /// Chooses how keys and values are read.
     ///
     /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from products of
-    /// decoded rows, so the choice must not depend on how rows are cut into tasks. Integer products take any number of rows. For others, the
-    /// rows of the whole sequence decide, and a plan with shared prefixes packs all codes. Codes that no products take are packed however few
-    /// the rows are.
+    /// decoded rows, so the choice must not depend on how rows are cut into tasks. Integer products take any number of rows, of shared
+    /// prefixes too. For other products in place, the rows of the whole sequence decide, and a plan with shared prefixes decodes and packs
+    /// instead. Codes that no products take are packed however few the rows are.
     fn with_paths(mut self) -> Self {
         let few_rows = self.cx.plan.has_few_rows(self.sequence);
         let path_of_codes = |rows: CodeRows<'_>| {

@@ -197,7 +197,8 @@ pub(crate) struct TaskState<'a> {
     pub(super) packed_k: *mut f32,
     /// Packed values of a block, `[block_k, stride]`.
     pub(super) packed_v: MatMut,
-    /// Scores of a tile, later probabilities: `[tile rows, block_k]`.
+    /// Scores of a tile, later probabilities: `[tile rows, block_k]`. The probability of column `c` is in f32 `c / PER_F32` of its row
+    /// ([`Products::PER_F32`](super::products::Products::PER_F32)).
     pub(super) scores: MatMut,
     /// Unnormalised output of a tile in one block: `[tile rows, stride]`.
     pub(super) block_out: MatMut,
@@ -230,7 +231,8 @@ pub(crate) struct RowState {
     /// Unnormalised output.
     pub(crate) acc: MatMut,
     pub(crate) max_sum: RowMaxSum,
-    /// Added to the output: 0 gives a product of -0 the sign that a fold gives it, -0 changes nothing.
+    /// Added to the output. A tile that sees one block is not folded, but must have the bits of a fold into the empty state, which stores
+    /// `-0 + 0 = +0` for an output of -0: its `zero` is 0. After a fold it is -0, which changes nothing.
     pub(crate) zero: f32,
 }
 

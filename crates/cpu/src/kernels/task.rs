@@ -154,7 +154,8 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
         work.pack_queries();
-        // The constant of a row's scores (`q . k_mean`) may be infinite, which a fold turns into a sum of 0 or NaN.
+        // The constant of a row's scores (`q . k_mean`) may be infinite, which a fold turns into a sum of 0 or NaN: tasks with such constants
+        // always fold.
         let in_one_block = task.blocks.end == task.blocks.start + 1
             && task.from.is_none()
             && task.target == Target::Out
@@ -179,6 +180,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
                 let rows = row..(row + tile_rows).min(count);
                 let Some(tile) = work.tile(rows.clone(), block) else {
                     if in_one_block {
+                        // Rows that see no key: out is 0, and lse `-inf` or the sink.
                         work.start(rows.len(), None);
                         work.end(row, rows.len(), task.target);
                     }

@@ -366,7 +366,8 @@ pub(crate) const fn register_tile(isa: Isa) -> RegisterTile {
     RegisterTile { rows, vectors }
 }
 
-/// Number of f32 in a row of packed queries or keys: whole steps of the matrix unit if tiles are multiplied.
+/// Upper bound of the f32 in a row of packed queries or keys: whole steps of the matrix unit if tiles are multiplied. Pairs of bf16 in
+/// vectors take half as many.
 const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     match isa {
         Isa::Amx => head_dim.div_ceil(2).next_multiple_of(16),
@@ -378,7 +379,7 @@ const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
 struct ScratchSizes {
     task_rows: usize,
     tile_rows: usize,
-    /// Number of f32 in a row of packed queries or keys.
+    /// Upper bound of the f32 in a row of packed queries or keys: [`packed_depth`].
     depth: usize,
     /// Number of f32 in a row of packed values.
     value_stride: usize,

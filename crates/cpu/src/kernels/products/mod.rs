@@ -6,12 +6,12 @@
 //! | [`Bf16Pairs`](bf16_pairs::Bf16Pairs) | pairs of bf16 along the depth | [`PairLanes`](bf16_pairs::PairLanes) |
 //! | [`Amx`](amx::Amx) | 16 x 16 tiles of pairs of bf16 | [`MatrixUnit`](amx::MatrixUnit) |
 //!
-//! Tasks of few rows multiply codes in place, if the instruction set can; other codes are decoded to f32 first:
+//! Codes are multiplied in place, if one of these takes them and the instruction set has its vectors; other codes are decoded to f32 first:
 //!
-//! | type | operands | vectors |
-//! |---|---|---|
-//! | `Vnni` | integers and levels of codes | `IntegerLanes` |
-//! | `ByteCodes` | f32 and codes of one byte | `ByteLanes` |
+//! | type | operands | vectors | tasks |
+//! |---|---|---|---|
+//! | `Vnni` | integers and levels of codes | `IntegerLanes` | of any number of rows |
+//! | `ByteCodes` | f32 and codes of one byte | `ByteLanes` | of sequences with few rows |
 //!
 //! Phases are generic over [`Simd`], the lanes, and [`Products`]. A type of products that lacks an operation, or that is instantiated for
 //! lanes without its instructions, does not compile.
