@@ -47,9 +47,10 @@ struct Partials<'a> {
 /// The softmax of a row over all its keys, in units of log2.
 #[device]
 pub struct Merged {
-    /// The largest score, or the sink where it is larger.
+    /// The maximum that exponents are relative to: `keys_row_max`, or the sink where it is larger.
     pub row_max: f32,
-    /// The largest score of a key.
+    /// The largest `row_max` of the partial results, each of which may be below the largest score and over codes includes log2 of the
+    /// values' scales ([`Accumulator`](super::tile::Accumulator)).
     pub keys_row_max: f32,
     /// The sum of `2^(score - row_max)`, sink included.
     pub row_sum: f32,

@@ -41,7 +41,8 @@ pub struct RowTile {
     pub rows: u32,
 }
 
-/// The tile of this threadgroup, of `size` rows.
+/// The tile of this threadgroup, of `size` rows, in decode's order: tiles of a key/value head follow one another. Prefill has an order of
+/// its own and replaces head and first row ([`tile_of_group`](super::prefill::pass::tile_of_group)).
 #[device]
 pub fn row_tile(sequences: &Buffer<i32>, params: &Attend, size: u32) -> RowTile {
     let index = group_z();

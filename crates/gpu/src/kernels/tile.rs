@@ -296,16 +296,22 @@ pub fn mask_and_bias<const T: usize>(
 }
 
 /// Running softmax of a lane's query rows.
+///
+/// | | `out` | `row_max`, `row_sum` | bit of `shrunk` |
+/// |---|---|---|---|
+/// | [`decode`](super::decode), rows `8 t + 2 p + n` | `[t][i][h][n]`: see the module | `[t][n]` | `2 t + n` |
+/// | [`prefill`](super::prefill), rows `16 m + 8 h + r`, with `T = M` | `[m][i][h][n]`: see there | `[m][h]` | `2 m + h` |
 #[device]
 pub struct Accumulator<const N: usize, const T: usize> {
     /// Partial outputs `sum of p v`.
     pub out: [[[[f32; 2]; 2]; N]; T],
-    /// The maximum that exponents of probabilities are relative to, within `2^SLACK` of the largest score.
+    /// The maximum that exponents of probabilities are relative to. It is at most [`SLACK`] below the largest score so far, to each of which
+    /// codes add log2 of the value's scale ([`greatest_score`]).
     pub row_max: [[f32; 2]; T],
     /// Sums of the probabilities of a lane's own keys.
     pub row_sum: [[f32; 2]; T],
-    /// Bit `2 t + n` of a row that is recomputed with partial outputs that are smaller by [`SHRINK`]; in the second
-    /// pass, `SECOND_PASS` too.
+    /// The bits of rows that are recomputed with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`]
+    /// too.
     pub shrunk: u32,
 }
 

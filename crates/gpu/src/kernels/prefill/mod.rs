@@ -3,7 +3,8 @@
 //! The `S` SIMD groups are teams of `W`. A team has `16 M` rows of the tile, and each SIMD group of it a part of the columns of queries,
 //! keys, values and outputs, so that registers hold its part of long rows. Queries and outputs stay in registers. Blocks of `16 U` keys
 //! and values are brought to threadgroup memory once for all teams, by way of registers: words of the next block are on their way while
-//! the current one is multiplied.
+//! the current one is multiplied. For example, with `D` 128 an H200 has `S` 8, `W` 1, `M` 1 and `U` 4: a tile of 128 rows, of which each
+//! SIMD group has 16, and blocks of 64 keys.
 //!
 //! ```text
 //! block:   keys of block b are stored              barrier
@@ -18,6 +19,9 @@
 //! of query row `16 m + 8 h + r` of its team and key `8 j + 2 p + n` of the block, where `r` is its [`matrix_row`] and `p`
 //! its [`matrix_pair`]: as left operands of the second product, probabilities are where scores were. `out[m][i][h][n]` is
 //! column `8 i + 2 p + n` of its part of the output of row `16 m + 8 h + r`. All SIMD groups of a team have the same scores.
+//!
+//! On CUDA, `r` is `lane / 4` and `p` is `lane % 4`. Of elements of 16 bits, a [`multiply_add_twice`] is one `mma.m16n8k16` (two
+//! `mma.m16n8k8` of f16 on 7.5), and each of [`load_rights`] and [`load_rights_transposed`] is one `ldmatrix.x4`.
 //!
 //! Where threadgroup memory is scarce, keys and values take the same memory in turn (`B` is 1): values are stored when every SIMD group
 //! has its products, which teams know by the barrier of their exchange and others by one of their own, and keys of the next block when
@@ -185,6 +189,7 @@ pub fn prefill<
     tree: &Buffer<u8>,
     sinks: &Buffer<f32>,
     params: &Attend,
+    // Only the strides of `out` are read.
     output: &Merge,
     out: &mut Buffer<Q>,
     lse: &mut Buffer<f32>,
