@@ -42,11 +42,11 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let (floats, mask_tiles) = memory.split_at_mut(plan.float_bytes());
     let base: *mut f32 = floats.as_mut_ptr().cast();
     let scratch = Scratch { base, len: plan.scratch().len };
-    let values = base.wrapping_add(workers * scratch.len);
-    let (count, max) = (plan.num_partials(), values.wrapping_add(plan.num_partials() * stride));
-    // SAFETY: in the plan's layout, the partials follow the scratch memory: values, then maxima, then sums.
-    let values = unsafe { MatMut::new(values, stride, count, stride) };
-    let partials = Partials { values, max_sum: RowMaxSum { max, sum: max.wrapping_add(count) } };
+    let partial_out = base.wrapping_add(workers * scratch.len);
+    let (count, max) = (plan.num_partials(), partial_out.wrapping_add(plan.num_partials() * stride));
+    // SAFETY: in the plan's layout, the partials follow the scratch memory: outputs, then maxima, then sums.
+    let partial_out = unsafe { MatMut::new(partial_out, stride, count, stride) };
+    let partials = Partials { partial_out, max_sum: RowMaxSum { max, sum: max.wrapping_add(count) } };
     let mask = match (&inputs.mask, plan.mask_tile_shape()) {
         (Some(view), Some(sizes)) => {
             Some(mask::mask_tiles(*view, sizes, plan.block_k(), mask_tiles, workers == 1))

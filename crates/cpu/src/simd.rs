@@ -137,7 +137,7 @@ impl Elem for Bf16 {
 }
 
 /// The way in which rows of one storage type are moved through a transpose.
-pub(crate) trait Rows: Copy + 'static {
+pub(crate) trait LaneFormat: Copy + 'static {
     /// The content of a lane of the transpose.
     type Lane: Elem;
     /// Steps of a product's depth in a lane.
@@ -150,7 +150,7 @@ pub(crate) trait Rows: Copy + 'static {
 #[derive(Clone, Copy)]
 pub(crate) struct Single<E>(std::marker::PhantomData<E>);
 
-impl<E: Elem> Rows for Single<E> {
+impl<E: Elem> LaneFormat for Single<E> {
     type Lane = E;
     const STEPS: usize = 1;
     #[inline(always)]
@@ -163,7 +163,7 @@ impl<E: Elem> Rows for Single<E> {
 #[derive(Clone, Copy)]
 pub(crate) struct Double;
 
-impl Rows for Double {
+impl LaneFormat for Double {
     type Lane = f32;
     const STEPS: usize = 2;
     #[inline(always)]

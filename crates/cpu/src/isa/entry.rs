@@ -41,8 +41,8 @@ macro_rules! element_entries {
                 fn stream_scores(work: &TaskState<'_>, tile: &Tile) {
                     phases::stream_scores::<$S, $P, $R>(work, tile)
                 }
-                fn pack_values(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: MatMut) {
-                    phases::pack_values::<$S, $P, $E>(work, first, rows, dst)
+                fn pack_values(work: &TaskState<'_>, first: usize, keys: &Range<usize>, dst: MatMut) {
+                    phases::pack_values::<$S, $P, $E>(work, first, keys, dst)
                 }
                 fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
                     <$P as Products<$S>>::stream_values::<$E>(work, tile, columns)
@@ -144,8 +144,8 @@ macro_rules! entry_points {
             fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S, $P>(work) }
             fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S, $P>(work, tile) }
             fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S, $P>(work, tile) }
-            fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, rows: Mat) {
-                phases::packed_values::<$S, $P>(work, tile, columns, rows)
+            fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, packed_v: Mat) {
+                phases::packed_values::<$S, $P>(work, tile, columns, packed_v)
             }
             fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S, $P>(work, tile) }
             fn fold(rows: usize, fold: &Fold) { phases::fold::<$S>(rows, fold) }

@@ -110,11 +110,11 @@ pub(super) unsafe fn key_panel<S: Simd>(
 /// # Safety
 /// As [`pack::values`]; rows of `dst` follow one another without a gap.
 #[inline(always)]
-pub(super) unsafe fn values(src: CodeRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
+pub(super) unsafe fn values(src: CodeRows<'_>, first: usize, keys: Range<usize>, dst: MatMut) {
     let (dim, stride) = (src.dim(), dst.ld());
     // SAFETY: the caller's contract.
-    let decoded = unsafe { std::slice::from_raw_parts_mut(dst.at(0, 0), rows.len() * stride) };
-    src.decode(first + rows.start..first + rows.end, decoded, stride);
+    let decoded = unsafe { std::slice::from_raw_parts_mut(dst.at(0, 0), keys.len() * stride) };
+    src.decode(first + keys.start..first + keys.end, decoded, stride);
     if stride > dim {
         decoded.chunks_exact_mut(stride).for_each(|row| row[dim..].fill(0.0));
     }

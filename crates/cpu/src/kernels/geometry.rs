@@ -7,8 +7,7 @@ use super::mask::MaskTile;
 use super::mat::{MatMut, RowMaxSum};
 use super::pack::HeadRows;
 use super::state::{CodePhases, Context, Path, Query, TaskState, Tile};
-use super::stream::MAX_ROWS;
-use crate::plan::{Rows, sequence_of, spans};
+use crate::plan::{Rows, STREAM_ROWS, sequence_of, spans};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::problem::{Problem, Sequence};
@@ -138,7 +137,7 @@ impl<'a> TaskState<'a> {
                 codes: scratch.add(layout.codes),
                 k_path: Path::Packed,
                 v_path: Path::Packed,
-                splits_scale: Cell::new(false),
+                has_score_factors: Cell::new(false),
             }
             .with_paths()
         }
@@ -146,7 +145,7 @@ impl<'a> TaskState<'a> {
 
     /// Chooses how keys and values are read.
     ///
-    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from products of
+    /// Elements: a task of at most [`STREAM_ROWS`] rows streams, with the bits of packing. Codes: their products round differently from products of
     /// decoded rows, so the choice must not depend on how rows are cut into tasks. Integer products take any number of rows, of shared
     /// prefixes too. For other products in place, the rows of the whole sequence decide, and a plan with shared prefixes decodes and packs
     /// instead. Codes that no products take are packed however few the rows are.
@@ -159,7 +158,7 @@ impl<'a> TaskState<'a> {
             self.kernels.code_phases.iter().find(takes).map_or(Path::Packed, |phases| Path::Codes(*phases))
         };
         let path = |stored| match stored {
-            Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,
+            Stored::Elements(_) if self.rows.count <= STREAM_ROWS => Path::Stream,
             Stored::Elements(_) => Path::Packed,
             Stored::Codes(rows) => path_of_codes(rows),
         };

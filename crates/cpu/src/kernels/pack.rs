@@ -4,7 +4,7 @@
 
 use super::mat::MatMut;
 use super::operands::Run;
-use crate::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
+use crate::simd::{Elem, LINES, LaneFormat, Simd, load_head, with_elem};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::block_tables::NO_PAGE;
 use flashtile_core::dtype::Dtype;
@@ -20,8 +20,8 @@ struct Pages<'a> {
     width: u32,
     /// Number of rows in a page. Divisions are of u32, which are cheaper; a page of more rows than a u32 counts has
     /// every row in its first block.
-    page: u32,
-    /// Logarithm of `page`, if it is a power of two: a division would take longer than the products of a short row.
+    page_size: u32,
+    /// Logarithm of `page_size`, if it is a power of two: a division would take longer than the products of a short row.
     shift: Option<u32>,
     /// Bytes from a page to the next.
     stride: usize,
@@ -56,10 +56,10 @@ impl<'a> HeadRows<'a> {
     ) -> Self {
         let table = &tables.table[sequence * tables.width..][..tables.width];
         let stride = tensor.strides()[0].wrapping_mul(tensor.dtype().bytes());
-        let page = u32::try_from(tables.page_size).unwrap_or(u32::MAX);
+        let page_size = u32::try_from(tables.page_size).unwrap_or(u32::MAX);
         let width = u32::try_from(table.len()).unwrap_or(u32::MAX);
-        let shift = page.is_power_of_two().then(|| page.trailing_zeros());
-        let pages = Some(Pages { table, width, page, shift, stride });
+        let shift = page_size.is_power_of_two().then(|| page_size.trailing_zeros());
+        let pages = Some(Pages { table, width, page_size, shift, stride });
         Self { tensor, origin: tensor.row(0, head, 0), pages }
     }
 
@@ -67,12 +67,12 @@ impl<'a> HeadRows<'a> {
     #[inline(always)]
     fn find(&self, j: usize) -> (*const u8, usize) {
         let Some(p) = self.pages else {
-            return (self.origin.wrapping_add(j.wrapping_mul(self.step())), usize::MAX);
+            return (self.origin.wrapping_add(j.wrapping_mul(self.row_stride())), usize::MAX);
         };
         let j = j as u32;
         let (block, row) = match p.shift {
-            Some(shift) => (j >> shift, (j & (p.page - 1)) as usize),
-            None => (j / p.page, (j % p.page) as usize),
+            Some(shift) => (j >> shift, (j & (p.page_size - 1)) as usize),
+            None => (j / p.page_size, (j % p.page_size) as usize),
         };
         let block = if block < p.width { block } else { block % p.width };
         // A row that is prefetched past the end may have no page. Page 0 replaces it, because the prefetch of a mapped address
@@ -81,8 +81,8 @@ impl<'a> HeadRows<'a> {
             NO_PAGE => 0,
             page => page as usize,
         };
-        let offset = page.wrapping_mul(p.stride).wrapping_add(row.wrapping_mul(self.step()));
-        (self.origin.wrapping_add(offset), p.page as usize - row)
+        let offset = page.wrapping_mul(p.stride).wrapping_add(row.wrapping_mul(self.row_stride()));
+        (self.origin.wrapping_add(offset), p.page_size as usize - row)
     }
 
     /// The rows from `j` on that are a step apart, as long as the rows that are prefetched meanwhile, at least `distance` rows further
@@ -92,7 +92,7 @@ impl<'a> HeadRows<'a> {
         let (start, rows) = self.find(j);
         let distance = self.distance().max(distance);
         if self.pages.is_none() {
-            return Run { start, rows, ahead: self.step().wrapping_mul(distance) };
+            return Run { start, rows, ahead: self.row_stride().wrapping_mul(distance) };
         }
         // If pages hold whole vectors of rows, both runs end together.
         let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
@@ -156,12 +156,12 @@ impl<'a> HeadRows<'a> {
     /// Returns true if rows come in runs so short that they are packed before a product.
     #[inline(always)]
     pub(super) fn scattered(&self) -> bool {
-        self.pages.is_some_and(|p| (p.page as usize) < MIN_RUN)
+        self.pages.is_some_and(|p| (p.page_size as usize) < MIN_RUN)
     }
 
     /// Bytes from a row to the next; any number if there is a single row.
     #[inline(always)]
-    pub(super) fn step(&self) -> usize {
+    pub(super) fn row_stride(&self) -> usize {
         self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 
@@ -190,7 +190,7 @@ impl Walk<'_> {
         if self.left == 0 {
             (self.next, self.left) = self.rows.find(self.j);
         } else {
-            self.next = row.wrapping_add(self.rows.step());
+            self.next = row.wrapping_add(self.rows.row_stride());
         }
         row
     }
@@ -255,9 +255,9 @@ impl KeyVector {
         let (run, row_bytes) = (src.span(first + column, S::LANES), src.row_bytes());
         let mut rows = [ZERO_ROW.0.as_ptr(); 16];
         if columns.start <= column && column + S::LANES <= columns.end && run.rows >= S::LANES {
-            let step = src.step();
+            let stride = src.row_stride();
             for r in 0..S::LANES {
-                rows[r] = run.start.wrapping_add(r.wrapping_mul(step));
+                rows[r] = run.start.wrapping_add(r.wrapping_mul(stride));
             }
             return Self { rows, ahead: run.ahead, row_bytes };
         }
@@ -283,7 +283,7 @@ impl KeyVector {
     /// # Safety
     /// As [`Simd`]; the rows exist.
     #[inline(always)]
-    pub(super) unsafe fn lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+    pub(super) unsafe fn lines<S: Simd, R: LaneFormat>(&self, at: usize) -> [S::V; LINES] {
         let mut from = [std::ptr::null(); 16];
         // SAFETY: the caller's contract; a prefetch may name any address.
         unsafe {
@@ -305,7 +305,7 @@ impl KeyVector {
     /// # Safety
     /// As [`Simd`]; the rows exist.
     #[inline(always)]
-    pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+    pub(super) unsafe fn last_lines<S: Simd, R: LaneFormat>(&self, at: usize) -> [S::V; LINES] {
         // The alignment is that of the largest element type.
         let mut tail = [[0u32; LINES]; 16];
         let mut from = [std::ptr::null(); 16];
@@ -345,7 +345,7 @@ pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: us
 /// # Safety
 /// As [`Simd`]; the keys exist, `dst` is valid for a panel.
 #[inline(always)]
-pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
+pub(super) unsafe fn key_panel<S: Simd, R: LaneFormat>(
     src: HeadRows<'_>,
     first: usize,
     panel: usize,
@@ -369,7 +369,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
 /// # Safety
 /// As [`key_panel`].
 #[inline(always)]
-unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, depth_step: usize, dst: *mut f32) {
+unsafe fn panel_vector<S: Simd, R: LaneFormat>(keys: &KeyVector, depth_step: usize, dst: *mut f32) {
     let width = S::VECTORS * S::LANES;
     let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
     let whole = keys.row_bytes / block;
@@ -400,7 +400,7 @@ unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, depth_step: usize, ds
 
 /// Steps of a product's depth in a row of `row_bytes` bytes.
 #[inline(always)]
-pub(super) fn steps_in<R: Rows>(row_bytes: usize) -> usize {
+pub(super) fn steps_in<R: LaneFormat>(row_bytes: usize) -> usize {
     let step = size_of::<R::Lane>() / R::STEPS;
     row_bytes.div_ceil(step)
 }
@@ -436,7 +436,7 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to rows of f32, with zeros in the lanes past value_dim.
+/// Converts values `first + keys` to rows of f32, with zeros in the lanes past value_dim.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` has the rows, of value_dim in whole vectors.
@@ -444,12 +444,12 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 pub(super) unsafe fn values<S: Simd, E: Elem>(
     src: HeadRows<'_>,
     first: usize,
-    rows: Range<usize>,
+    keys: Range<usize>,
     dst: MatMut,
 ) {
     let value_dim = src.tensor.shape()[3];
-    let mut next = src.prefetching_walk(first + rows.start);
-    for n in 0..rows.len() {
+    let mut next = src.prefetching_walk(first + keys.start);
+    for n in 0..keys.len() {
         // SAFETY: the caller's contract.
         unsafe { row::<S, E>(next.next::<S>().cast(), value_dim, 1.0, dst.at(n, 0), true) }
     }

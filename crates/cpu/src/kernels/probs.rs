@@ -17,9 +17,9 @@ use flashtile_core::scoring::{Alibi, RowIndex, ScoreRow};
 #[inline(always)]
 pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
     let step = P::PER_F32 * S::LANES;
-    let vectors = tile.columns.start / step * step..tile.columns.end.next_multiple_of(step);
+    let whole_columns = tile.columns.start / step * step..tile.columns.end.next_multiple_of(step);
     let rows = tile.rows.len();
-    let whole = tile.full && vectors == tile.columns;
+    let whole = tile.full && whole_columns == tile.columns;
     let modifies = modifies::<S, P>(work, tile);
     let (tree, tree_from) = work.tree_columns(tile);
     let mean_scores = work.mean_scores();
@@ -32,7 +32,7 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
                 if whole {
                     break;
                 }
-                scoring::hide::<S>(scores, vectors.clone(), tile.columns.clone());
+                scoring::hide::<S>(scores, whole_columns.clone(), tile.columns.clone());
                 continue;
             }
             let query = work.query(tile.rows.start + r);
@@ -41,12 +41,12 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
                 if let (Some(mean_scores), Some(_)) = (mean_scores, modifiers.terms.softcap) {
                     modifiers.terms.offset = *mean_scores.add(tile.rows.start + r);
                 }
-                scoring::modify::<S>(scores, vectors.clone(), &modifiers);
+                scoring::modify::<S>(scores, whole_columns.clone(), &modifiers);
             }
             if !whole {
                 let seen = work.visible_columns(query.sequence, query.position, tile.block);
                 let seen = seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end);
-                scoring::hide::<S>(scores, vectors.clone(), seen);
+                scoring::hide::<S>(scores, whole_columns.clone(), seen);
             }
             if let Some(row) = work.tree_row(&query).filter(|_| !tree.is_empty()) {
                 scoring::prune(scores, tree.clone(), row, tree_from);
@@ -54,7 +54,7 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
         }
         let scale = if modifies { 1.0 } else { P::scale_of_scores(work.score_scale()) };
         let scores = work.scores.first(rows, work.block_k);
-        softmax::softmax::<S, P>(scores, vectors, work.block_max_sum, scale);
+        softmax::softmax::<S, P>(scores, whole_columns, work.block_max_sum, scale);
         // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
         if let (Some(mean_scores), None) = (mean_scores, work.cx.scoring.softcap) {
             for r in 0..rows {
@@ -65,17 +65,17 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
     }
 }
 
-/// Whether scores of the tile are changed before the softmax, other than by hiding keys.
+/// Returns true if scores of the tile are changed before the softmax, other than by hiding keys.
 #[inline(always)]
 fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool {
     let scoring = &work.cx.scoring;
     // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
-    let scale = P::scale_of_scores(work.score_scale()) <= 0.0;
+    let has_nonpositive_scale = P::scale_of_scores(work.score_scale()) <= 0.0;
     scoring.softcap.is_some()
         || scoring.alibi_slopes.is_some()
         || tile.mask != MaskTile::Full
-        || scale
-        || work.splits_scale.get()
+        || has_nonpositive_scale
+        || work.has_score_factors.get()
 }
 
 /// The changes of the scores of a query before the softmax.

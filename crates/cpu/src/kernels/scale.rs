@@ -72,7 +72,7 @@ impl TaskState<'_> {
     /// The factor of a row's products, if some row of the task has one.
     #[inline]
     pub(super) fn factor_of_scores(&self, query: &Query<'_>) -> Option<f32> {
-        self.splits_scale.get().then(|| self.scale_factors(query).scores)
+        self.has_score_factors.get().then(|| self.scale_factors(query).scores)
     }
 
     /// The factors of a row.

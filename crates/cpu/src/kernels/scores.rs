@@ -10,8 +10,9 @@ use super::products::Products;
 use super::products::f32_fma::F32;
 use super::scale::is_scaled;
 use super::state::{Path, TaskState, Tile};
-use super::stream::{MAX_ROWS, Scores};
-use crate::simd::{Rows, Simd};
+use super::stream::Scores;
+use crate::plan::STREAM_ROWS;
+use crate::simd::{LaneFormat, Simd};
 use flashtile_core::codec::KvView;
 use std::ops::Range;
 
@@ -39,7 +40,7 @@ impl TaskState<'_> {
     /// `depth` is [`depth`] of the plan's products.
     #[inline(always)]
     unsafe fn queries(&self, depth: usize) -> MatMut {
-        let rows = self.cx.plan.task_rows().max(MAX_ROWS);
+        let rows = self.cx.plan.task_rows().max(STREAM_ROWS);
         // SAFETY: the caller's contract: the region of the scratch layout.
         unsafe { MatMut::new(self.packed_q, depth, rows, depth) }
     }
@@ -108,7 +109,7 @@ pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(work: &TaskState<'_>)
             if P::SCALES_QUERIES && !is_scaled::<S>(dst, head_dim) {
                 let factors = work.scale_factors(&work.query(row));
                 P::pack_query(q.dtype(), src, head_dim, factors.query, dst);
-                work.splits_scale.set(work.splits_scale.get() || factors.scores != 1.0);
+                work.has_score_factors.set(work.has_score_factors.get() || factors.scores != 1.0);
             }
         }
     }
@@ -123,7 +124,7 @@ pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(work: &TaskState<'_>)
 /// # Safety
 /// As [`Simd`]; the keys `columns` of the block exist and are elements of `R`.
 #[inline(always)]
-pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: Rows>(
+pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: LaneFormat>(
     work: &TaskState<'_>,
     block: usize,
     columns: &Range<usize>,
@@ -188,7 +189,10 @@ pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(work: &TaskState<'_>
 /// # Safety
 /// As [`Simd`]; queries are packed, keys are elements of `R`.
 #[inline(always)]
-pub(crate) unsafe fn stream_scores<S: Simd, P: Products<S>, R: Rows>(work: &TaskState<'_>, tile: &Tile) {
+pub(crate) unsafe fn stream_scores<S: Simd, P: Products<S>, R: LaneFormat>(
+    work: &TaskState<'_>,
+    tile: &Tile,
+) {
     let k = work.key_elements();
     let (depth, first) = (depth::<S, P>(work.head_dim()), tile.block * work.block_k);
     // SAFETY: the caller's contract; the score tile holds block_k columns of each row, and the memory of packed keys is that of

@@ -64,16 +64,16 @@ pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
             let row = scores.at(r, 0);
             let max = *max_sum.max.add(r) * scale;
             *max_sum.max.add(r) = max;
-            let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
-            let sum = P::exp_row(row, columns.clone(), scale, shift);
+            let neg_max = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
+            let sum = P::exp_row(row, columns.clone(), scale, neg_max);
             *max_sum.sum.add(r) = S::reduce_add(sum);
         }
     }
 }
 
 /// Folds the result of one block into the running state of `rows` rows:
-/// `m' = max(m, mb)`, `l' = l * 2^(m - m') + lb * 2^(mb - m')`, and likewise the values. A row to which the block gave
-/// nothing keeps its state, bit for bit; of a row that saw nothing before, the running values are not read.
+/// `m' = max(m, mb)`, `l' = l * alpha + lb * beta` with `alpha = 2^(m - m')` and `beta = 2^(mb - m')`, and likewise the outputs. A row whose
+/// sum in the block is 0 keeps its state, bit for bit; of a row whose running sum is 0, the running output is not read.
 ///
 /// # Safety
 /// As [`Simd`]; the matrices of [`Fold`] have `rows` rows.
@@ -85,35 +85,37 @@ pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
         while first < rows {
             let (m, l) = (S::load(f.max_sum.max.add(first)), S::load(f.max_sum.sum.add(first)));
             let (mb, lb) = (S::load(f.block.max.add(first)), S::load(f.block.sum.add(first)));
-            let new = S::max(m, mb);
-            let none = S::splat(f32::NEG_INFINITY);
-            let shift = S::select_eq(new, none, S::splat(0.0), new);
-            let (old, add) = (exp2::<S>(S::sub(m, shift)), exp2::<S>(S::sub(mb, shift)));
-            let sum = S::fma(l, old, S::mul(lb, add));
-            let (mut before, mut gave) = ([0.0f32; 16], [0.0f32; 16]);
-            let mut factors = [[0.0f32; 16]; 2];
-            S::store(before.as_mut_ptr(), l);
-            S::store(gave.as_mut_ptr(), lb);
-            S::store(factors[0].as_mut_ptr(), old);
-            S::store(factors[1].as_mut_ptr(), add);
-            let nothing = S::splat(0.0);
-            S::store(f.max_sum.max.add(first), S::select_eq(lb, nothing, m, new));
-            S::store(f.max_sum.sum.add(first), S::select_eq(lb, nothing, l, sum));
+            let new_max = S::max(m, mb);
+            let (zero, neg_infinity) = (S::splat(0.0), S::splat(f32::NEG_INFINITY));
+            let finite_max = S::select_eq(new_max, neg_infinity, zero, new_max);
+            let (alpha, beta) = (exp2::<S>(S::sub(m, finite_max)), exp2::<S>(S::sub(mb, finite_max)));
+            let new_sum = S::fma(l, alpha, S::mul(lb, beta));
+            let (mut sums, mut block_sums) = ([0.0f32; 16], [0.0f32; 16]);
+            let (mut alphas, mut betas) = ([0.0f32; 16], [0.0f32; 16]);
+            S::store(sums.as_mut_ptr(), l);
+            S::store(block_sums.as_mut_ptr(), lb);
+            S::store(alphas.as_mut_ptr(), alpha);
+            S::store(betas.as_mut_ptr(), beta);
+            S::store(f.max_sum.max.add(first), S::select_eq(lb, zero, m, new_max));
+            S::store(f.max_sum.sum.add(first), S::select_eq(lb, zero, l, new_sum));
             for r in 0..S::LANES.min(rows - first) {
-                if gave[r] == 0.0 {
+                if block_sums[r] == 0.0 {
                     continue;
                 }
-                let (old, add) = (S::splat(factors[0][r]), S::splat(factors[1][r]));
-                let (acc, values) = (f.acc.at(first + r, 0), f.values.at(first + r, 0));
+                let (alpha, beta) = (S::splat(alphas[r]), S::splat(betas[r]));
+                let (acc, partial_out) = (f.acc.at(first + r, 0), f.partial_out.at(first + r, 0));
                 let mut c = 0;
-                // The factor of the block is 1. The sum with 0 is what a fold into zeros gives, for a value of -0 too.
-                while before[r] == 0.0 && c < f.acc.cols() {
-                    S::store(acc.add(c), S::add(S::load(values.add(c)), nothing));
-                    c += S::LANES;
+                if sums[r] == 0.0 {
+                    // `beta` is 1. The sum with 0 is what a fold into zeros gives, for an output of -0 too.
+                    while c < f.acc.cols() {
+                        S::store(acc.add(c), S::add(S::load(partial_out.add(c)), zero));
+                        c += S::LANES;
+                    }
+                    continue;
                 }
                 while c < f.acc.cols() {
-                    let scaled = S::mul(S::load(values.add(c)), add);
-                    S::store(acc.add(c), S::fma(S::load(acc.add(c)), old, scaled));
+                    let scaled = S::mul(S::load(partial_out.add(c)), beta);
+                    S::store(acc.add(c), S::fma(S::load(acc.add(c)), alpha, scaled));
                     c += S::LANES;
                 }
             }

@@ -42,29 +42,33 @@ unsafe impl Sync for Context<'_> {}
 #[derive(Clone, Copy)]
 pub(crate) struct Partials {
     /// Unnormalised output `[partials, stride]`.
-    pub(crate) values: MatMut,
+    pub(crate) partial_out: MatMut,
     /// `[partials]`.
     pub(crate) max_sum: RowMaxSum,
 }
 
 impl Partials {
-    /// Stores the rows of `values` and their maxima and sums.
+    /// Stores the rows of `partial_out` and their maxima and sums.
     ///
     /// # Safety
-    /// The partials and rows exist, no other thread uses the partials, and rows of `values` follow one another without a gap, as
+    /// The partials and rows exist, no other thread uses the partials, and rows of `partial_out` follow one another without a gap, as
     /// partials do.
-    pub(super) unsafe fn store(&self, index: usize, values: Mat, max_sum: RowMaxSum) {
-        let rows = values.rows();
+    pub(super) unsafe fn store(&self, index: usize, partial_out: Mat, max_sum: RowMaxSum) {
+        let rows = partial_out.rows();
         // SAFETY: the caller's contract.
         unsafe {
             let to = self.max_sum.from(index);
-            std::ptr::copy_nonoverlapping(values.at(0, 0), self.values.at(index, 0), rows * self.values.ld());
+            std::ptr::copy_nonoverlapping(
+                partial_out.at(0, 0),
+                self.partial_out.at(index, 0),
+                rows * self.partial_out.ld(),
+            );
             std::ptr::copy_nonoverlapping(max_sum.max, to.max, rows);
             std::ptr::copy_nonoverlapping(max_sum.sum, to.sum, rows);
         }
     }
 
-    /// Stores the state of rows that have seen no key. Their values are not read.
+    /// Stores the state of rows that have seen no key. Their `partial_out` is not read.
     ///
     /// # Safety
     /// As [`Partials::store`].
@@ -73,7 +77,7 @@ impl Partials {
         unsafe { self.max_sum.clear(index..index + rows) }
     }
 
-    /// Reads the maxima and sums of `rows` rows, and returns their values in place.
+    /// Reads the maxima and sums of `rows` rows, and returns their `partial_out` in place.
     ///
     /// # Safety
     /// The partials were stored, the rows exist.
@@ -83,20 +87,20 @@ impl Partials {
             let from = self.max_sum.from(index);
             std::ptr::copy_nonoverlapping(from.max, max_sum.max, rows);
             std::ptr::copy_nonoverlapping(from.sum, max_sum.sum, rows);
-            self.values.from(index, 0).first(rows, self.values.cols()).as_mat()
+            self.partial_out.from(index, 0).first(rows, self.partial_out.cols()).as_mat()
         }
     }
 
-    /// Reads the rows of `values` and their maxima and sums.
+    /// Reads the rows of `partial_out` and their maxima and sums.
     ///
     /// # Safety
-    /// As [`Partials::load_max_sum`], and rows of `values` follow one another without a gap.
-    pub(super) unsafe fn load(&self, index: usize, values: MatMut, max_sum: RowMaxSum) {
-        let rows = values.rows();
+    /// As [`Partials::load_max_sum`], and rows of `partial_out` follow one another without a gap.
+    pub(super) unsafe fn load(&self, index: usize, partial_out: MatMut, max_sum: RowMaxSum) {
+        let rows = partial_out.rows();
         // SAFETY: the caller's contract.
         unsafe {
             let stored = self.load_max_sum(index, rows, max_sum);
-            std::ptr::copy_nonoverlapping(stored.at(0, 0), values.at(0, 0), rows * stored.ld());
+            std::ptr::copy_nonoverlapping(stored.at(0, 0), partial_out.at(0, 0), rows * stored.ld());
         }
     }
 }
@@ -179,7 +183,7 @@ pub(crate) struct Fold {
     /// Running maxima and sums, in whole vectors of rows.
     pub(super) max_sum: RowMaxSum,
     /// The block's unnormalised output, with the columns of `acc`.
-    pub(super) values: Mat,
+    pub(super) partial_out: Mat,
     /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows.
     pub(super) block: RowMaxSum,
 }
@@ -222,7 +226,7 @@ pub(crate) struct TaskState<'a> {
     pub(super) v_path: Path,
     /// Set once the packed query of some row has another factor than the scale of the scores
     /// ([`ScaleFactors`](super::scale::ScaleFactors)).
-    pub(super) splits_scale: Cell<bool>,
+    pub(super) has_score_factors: Cell<bool>,
 }
 
 /// The state of some rows after all their keys.

@@ -7,15 +7,14 @@
 use super::gemm::MulAdd;
 use super::mat::{Mat, MatMut};
 use super::pack::{HeadRows, KeyVector, steps_in};
-use crate::simd::{LINES, Rows, Simd};
+use crate::plan::STREAM_ROWS;
+use crate::simd::{LINES, LaneFormat, Simd};
 use std::ops::Range;
-
-pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;
 
 /// Packed queries and their scores.
 #[derive(Clone, Copy)]
 pub(crate) struct Scores {
-    /// At least [`MAX_ROWS`] rows; rows past `rows` may hold anything.
+    /// At least [`STREAM_ROWS`] rows; rows past `rows` may hold anything.
     pub(super) q: Mat,
     /// Scores from the first column on; as many rows as queries.
     pub(super) c: MatMut,
@@ -23,13 +22,13 @@ pub(crate) struct Scores {
     pub(super) rows: usize,
 }
 
-/// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in whole vectors, [`MulAdd::PER_F32`] at a time.
+/// Scores of `s.rows <= STREAM_ROWS` rows and keys `first + columns`, in whole vectors, [`MulAdd::PER_F32`] at a time.
 ///
 /// # Safety
-/// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have [`MAX_ROWS`] rows; rows
+/// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have [`STREAM_ROWS`] rows; rows
 /// past `s.rows` may hold anything.
 #[inline(always)]
-pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
+pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: LaneFormat>(
     src: HeadRows<'_>,
     first: usize,
     columns: &Range<usize>,
@@ -38,7 +37,7 @@ pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
     // SAFETY: the caller's contract.
     unsafe {
         if S::REGISTERS == 32 {
-            return row_group::<S, M, R, MAX_ROWS>(src, first, columns, s);
+            return row_group::<S, M, R, STREAM_ROWS>(src, first, columns, s);
         }
         // With half as many registers, groups of rows use them in turn. Each group has its own loop over the keys: in one loop, compilers
         // mix up the vectors of plain Rust.
@@ -54,9 +53,9 @@ pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
     }
 }
 
-/// [`scores`] of rows whose sums fit the registers: `N` rows, or `s.rows` rows if `N` is [`MAX_ROWS`].
+/// [`scores`] of rows whose sums fit the registers: `N` rows, or `s.rows` rows if `N` is [`STREAM_ROWS`].
 #[inline(always)]
-unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
+unsafe fn row_group<S: Simd, M: MulAdd<S>, R: LaneFormat, const N: usize>(
     src: HeadRows<'_>,
     first: usize,
     columns: &Range<usize>,
@@ -71,7 +70,7 @@ unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
             let s = Scores { c: s.c.from(0, column), ..s };
-            if N < MAX_ROWS {
+            if N < STREAM_ROWS {
                 multiply_blocks::<S, M, R, N>(&keys, blocks, s);
             } else {
                 match s.rows {
@@ -97,7 +96,7 @@ unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
 /// # Safety
 /// As [`scores`].
 #[inline(always)]
-unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
+unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: LaneFormat, const N: usize>(
     keys: &KeyVector,
     blocks: usize,
     s: Scores,
@@ -120,7 +119,7 @@ unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
 /// # Safety
 /// As [`scores`].
 #[inline(always)]
-unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
+unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: LaneFormat>(
     lines: &[S::V; LINES],
     steps: Range<usize>,
     s: Scores,
@@ -140,7 +139,7 @@ unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
 
 /// Continues the chains of `N` rows over all steps of some lines.
 #[inline(always)]
-unsafe fn multiply<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
+unsafe fn multiply<S: Simd, M: MulAdd<S>, R: LaneFormat, const N: usize>(
     lines: &[S::V; LINES],
     q: Mat,
     acc: &mut [S::V; N],

@@ -60,8 +60,8 @@ impl<'a> TaskState<'a> {
                 }
                 TileResult::State => (self.kernels.fold)(tile.rows.len(), &self.fold_at(tile.rows.start)),
                 TileResult::Partials(index) => {
-                    let values = self.block_out.first(tile.rows.len(), self.stride).as_mat();
-                    self.cx.partials.store(index + tile.rows.start, values, self.block_max_sum);
+                    let partial_out = self.block_out.first(tile.rows.len(), self.stride).as_mat();
+                    self.cx.partials.store(index + tile.rows.start, partial_out, self.block_max_sum);
                 }
             }
         }
@@ -86,7 +86,7 @@ impl<'a> TaskState<'a> {
         // SAFETY: the regions hold task_rows rows, maxima and sums rounded up to whole vectors.
         unsafe {
             self.max_sum.clear(0..rows.next_multiple_of(MAX_LANES));
-            // Values of rows that have seen no key are not read.
+            // Outputs of rows that have seen no key are not read.
             if let Some(index) = from {
                 self.cx.partials.load(index, self.acc.first(rows, self.stride), self.max_sum);
             }
@@ -107,8 +107,8 @@ impl<'a> TaskState<'a> {
                     (self.kernels.finish)(self, first, rows, &state);
                 }
                 Target::State(index) => {
-                    let values = self.acc.first(rows, self.stride).as_mat();
-                    self.cx.partials.store(index + first, values, self.max_sum);
+                    let partial_out = self.acc.first(rows, self.stride).as_mat();
+                    self.cx.partials.store(index + first, partial_out, self.max_sum);
                 }
                 Target::Blocks(_) => {}
             }
@@ -126,7 +126,7 @@ impl<'a> TaskState<'a> {
             Fold {
                 acc: self.acc.from(row, 0),
                 max_sum: self.max_sum.from(row),
-                values: self.block_out.as_mat(),
+                partial_out: self.block_out.as_mat(),
                 block: self.block_max_sum,
             }
         }
@@ -210,21 +210,21 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
 ///
 /// # Safety
 /// As [`task`], once every task of the level has run.
-pub(crate) unsafe fn reduce(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
+pub(crate) unsafe fn reduce(cx: &Context<'_>, reduction: &Reduction, scratch: *mut f32) {
     // SAFETY: the caller's contract; the state and the partials of all blocks are stored.
     unsafe {
-        let work = TaskState::new(cx, task.rows, scratch);
+        let work = TaskState::new(cx, reduction.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
-        for row in (0..task.rows.count).step_by(tile_rows) {
-            let rows = tile_rows.min(task.rows.count - row);
-            work.start(rows, Some(task.from + row));
+        for row in (0..reduction.rows.count).step_by(tile_rows) {
+            let rows = tile_rows.min(reduction.rows.count - row);
+            work.start(rows, Some(reduction.from + row));
             work.pad_block_max_sum(rows);
-            for block in 0..task.blocks {
-                let at = task.partials + block * task.rows.count + row;
-                let values = cx.partials.load_max_sum(at, rows, work.block_max_sum);
-                (work.kernels.fold)(rows, &Fold { values, ..work.fold_at(0) });
+            for block in 0..reduction.blocks {
+                let at = reduction.partials + block * reduction.rows.count + row;
+                let partial_out = cx.partials.load_max_sum(at, rows, work.block_max_sum);
+                (work.kernels.fold)(rows, &Fold { partial_out, ..work.fold_at(0) });
             }
-            work.end(row, rows, task.target);
+            work.end(row, rows, reduction.target);
         }
     }
 }

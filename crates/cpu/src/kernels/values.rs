@@ -41,7 +41,7 @@ impl TaskState<'_> {
     }
 }
 
-/// Multiplies the probabilities of the keys `columns` by their packed values `rows`. The call with the tile's first key starts the sums in
+/// Multiplies the probabilities of the keys `columns` by their packed values `packed_v`. The call with the tile's first key starts the sums in
 /// `block_out`; later calls add to them.
 ///
 /// # Safety
@@ -51,7 +51,7 @@ pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
     tile: &Tile,
     columns: &Range<usize>,
-    rows: Mat,
+    packed_v: Mat,
 ) {
     let width = S::VECTORS * S::LANES;
     let depth = columns.end.div_ceil(P::PER_F32) - columns.start / P::PER_F32;
@@ -62,7 +62,7 @@ pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
             let probs = work.scores.from(0, columns.start / P::PER_F32).as_mat();
             P::multiply(Operands {
                 a: probs.first(probs.rows(), depth),
-                b: rows.from(0, column).first(depth, cols),
+                b: packed_v.from(0, column).first(depth, cols),
                 c: work.block_out.from(0, column).first(tile.rows.len(), cols),
                 resume: columns.start > tile.columns.start,
             });
@@ -70,29 +70,29 @@ pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
     }
 }
 
-/// Packs the values `first + rows` to `dst`.
+/// Packs the values `first + keys` to `dst`.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist and are elements of `E`, `dst` is valid for the rows in whole steps of a product.
+/// As [`Simd`]; the values exist and are elements of `E`, `dst` is valid for their rows in whole steps of a product.
 #[inline(always)]
 pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
     work: &TaskState<'_>,
     first: usize,
-    rows: &Range<usize>,
+    keys: &Range<usize>,
     dst: MatMut,
 ) {
     // SAFETY: the caller's contract.
-    unsafe { P::pack_values::<E>(work.value_elements(), first, rows.clone(), dst) }
+    unsafe { P::pack_values::<E>(work.value_elements(), first, keys.clone(), dst) }
 }
 
 /// [`pack_values`] of quantized values.
 ///
 /// # Safety
 /// As [`pack_values`].
-pub(crate) unsafe fn pack_value_codes(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: MatMut) {
+pub(crate) unsafe fn pack_value_codes(work: &TaskState<'_>, first: usize, keys: &Range<usize>, dst: MatMut) {
     let v = work.value_codes();
     // SAFETY: the caller's contract.
-    unsafe { codes::values(v, first, rows.clone(), dst) }
+    unsafe { codes::values(v, first, keys.clone(), dst) }
 }
 
 /// Recomputes rows that hide keys and came out non-finite, over the keys that they see, in the same order. A hidden key has probability 0,

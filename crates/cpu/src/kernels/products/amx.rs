@@ -13,7 +13,7 @@ use crate::kernels::operands::Operands;
 use crate::kernels::pack::{HeadRows, KeyVector, zero_rows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::Scores;
-use crate::simd::{Elem, LINES, Rows, Simd};
+use crate::simd::{Elem, LINES, LaneFormat, Simd};
 use flashtile_core::dtype::Dtype;
 use std::ops::Range;
 
@@ -117,7 +117,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
         unsafe { multiply::<S>(operands) }
     }
     #[inline(always)]
-    unsafe fn stream_scores<R: Rows>(
+    unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
         columns: &Range<usize>,
@@ -143,14 +143,14 @@ impl<S: MatrixUnit> Products<S> for Amx {
         }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, keys: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
-        unsafe { interleave_values::<S>(src, first, rows, KEYS, dst) }
+        unsafe { interleave_values::<S>(src, first, keys, KEYS, dst) }
     }
     #[inline(always)]
-    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, shift: S::V) -> S::V {
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, neg_max: S::V) -> S::V {
         // SAFETY: the caller's contract.
-        unsafe { exp_row_to_pairs::<S>(row, columns, scale, shift) }
+        unsafe { exp_row_to_pairs::<S>(row, columns, scale, neg_max) }
     }
     #[inline(always)]
     unsafe fn chain() -> TileChain<S::V> {
@@ -388,7 +388,7 @@ impl StreamMemory {
                     [self.keys.cast_const().cast(), self.keys.add(TILE * self.depth).cast_const().cast()];
                 let tiles = TileOperands {
                     a: if in_place { [runs[0].start, runs[1].start] } else { copied },
-                    lda: if in_place { src.step() } else { 4 * self.depth },
+                    lda: if in_place { src.row_stride() } else { 4 * self.depth },
                     b: self.queries.cast_const().cast(),
                     ldb: 4 * TILE,
                     c: self.scores,

@@ -14,7 +14,7 @@ use crate::kernels::operands::Operands;
 use crate::kernels::pack::{HeadRows, zero_rows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::{self, Scores};
-use crate::simd::{Elem, Rows, Simd, exp2};
+use crate::simd::{Elem, LaneFormat, Simd, exp2};
 use flashtile_core::dtype::Dtype;
 use std::ops::Range;
 
@@ -78,7 +78,7 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
-    unsafe fn stream_scores<R: Rows>(
+    unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
         columns: &Range<usize>,
@@ -94,14 +94,14 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { pack_few_values::<S, Self>(work, tile, columns) }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, keys: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
-        unsafe { interleave_values::<S>(src, first, rows, 2, dst) }
+        unsafe { interleave_values::<S>(src, first, keys, 2, dst) }
     }
     #[inline(always)]
-    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, shift: S::V) -> S::V {
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, neg_max: S::V) -> S::V {
         // SAFETY: the caller's contract.
-        unsafe { exp_row_to_pairs::<S>(row, columns, scale, shift) }
+        unsafe { exp_row_to_pairs::<S>(row, columns, scale, neg_max) }
     }
     #[inline(always)]
     unsafe fn chain() -> S::V {
@@ -139,7 +139,7 @@ pub(super) unsafe fn copy_query(src: *const u8, len: usize, step: usize, dst: *m
     }
 }
 
-/// Packs the values `first + rows`, bf16, to rows of pairs of an even value and the next one. The missing half of a pair at either end is
+/// Packs the values `first + keys`, bf16, to rows of pairs of an even value and the next one. The missing half of a pair at either end is
 /// zero, and so are the missing pairs of a step of `step` values.
 ///
 /// # Safety
@@ -148,17 +148,17 @@ pub(super) unsafe fn copy_query(src: *const u8, len: usize, step: usize, dst: *m
 pub(super) unsafe fn interleave_values<S: PairLanes>(
     src: HeadRows<'_>,
     first: usize,
-    rows: Range<usize>,
+    keys: Range<usize>,
     step: usize,
     dst: MatMut,
 ) {
     let value_dim = src.tensor.shape()[3];
-    let mut next = src.prefetching_walk(first + rows.start / step * step);
-    for (n, pair) in (rows.start / step * step / 2..rows.end.next_multiple_of(step) / 2).enumerate() {
+    let mut next = src.prefetching_walk(first + keys.start / step * step);
+    for (n, pair) in (keys.start / step * step / 2..keys.end.next_multiple_of(step) / 2).enumerate() {
         // SAFETY: the caller's contract.
         unsafe {
             let (even, odd) = (next.next::<S>(), next.next::<S>());
-            let half = |j: usize, row| if rows.contains(&j) { row } else { zero_rows()[0] };
+            let half = |j: usize, row| if keys.contains(&j) { row } else { zero_rows()[0] };
             let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
             interleave_row::<S>(even.cast(), odd.cast(), value_dim, dst.at(n, 0));
         }
@@ -196,17 +196,17 @@ pub(super) unsafe fn exp_row_to_pairs<S: PairLanes>(
     row: *mut f32,
     columns: Range<usize>,
     scale: f32,
-    shift: S::V,
+    neg_max: S::V,
 ) -> S::V {
     // SAFETY: the caller's contract.
     unsafe {
         let mut sum = S::splat(0.0);
         let mut c = columns.start;
-        // Scale and shift are two roundings, because a score that bias or mask have changed is rounded before the shift.
+        // Scale and maximum are two roundings, because a score that bias or mask have changed is rounded before the maximum is subtracted.
         let factor = S::splat(scale);
         while c < columns.end {
-            let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), shift));
-            let high = exp2::<S>(S::add(S::mul(S::load(row.add(c + S::LANES)), factor), shift));
+            let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), neg_max));
+            let high = exp2::<S>(S::add(S::mul(S::load(row.add(c + S::LANES)), factor), neg_max));
             S::store(row.add(c / 2), S::to_pairs(low, high));
             sum = S::add(S::add(sum, low), high);
             c += 2 * S::LANES;

@@ -11,7 +11,7 @@ use crate::kernels::operands::{Operands, Run, Stream};
 use crate::kernels::pack::{self, HeadRows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::{self, Scores};
-use crate::simd::{Elem, Rows, Simd, exp2};
+use crate::simd::{Elem, LaneFormat, Simd, exp2};
 use flashtile_core::dtype::Dtype;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -67,7 +67,7 @@ impl<S: Simd> Products<S> for F32 {
         unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
-    unsafe fn stream_scores<R: Rows>(
+    unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
         columns: &Range<usize>,
@@ -94,26 +94,26 @@ impl<S: Simd> Products<S> for F32 {
                     let runs = v.runs(first + from, keys.end - from, &mut memory);
                     let to = from + runs.iter().map(|run| run.rows).sum::<usize>();
                     let ld = v.tensor.strides()[2];
-                    let rows = Stream::<E> { runs, column: 0, ld, elements: PhantomData };
-                    accumulate::<S, E>(work, tile, from..to, rows);
+                    let values = Stream::<E> { runs, column: 0, ld, elements: PhantomData };
+                    accumulate::<S, E>(work, tile, from..to, values);
                     from = to;
                 }
             }
         }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, keys: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
-        unsafe { pack::values::<S, E>(src, first, rows, dst) }
+        unsafe { pack::values::<S, E>(src, first, keys, dst) }
     }
     #[inline(always)]
-    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, _: f32, shift: S::V) -> S::V {
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, _: f32, neg_max: S::V) -> S::V {
         // SAFETY: the caller's contract. Scores have their scale already.
         unsafe {
             let mut sum = S::splat(0.0);
             let mut c = columns.start;
             while c < columns.end {
-                let p = exp2::<S>(S::add(S::load(row.add(c)), shift));
+                let p = exp2::<S>(S::add(S::load(row.add(c)), neg_max));
                 S::store(row.add(c), p);
                 sum = S::add(sum, p);
                 c += S::LANES;
@@ -145,13 +145,13 @@ impl<S: Simd> Products<S> for F32 {
 /// Adds `p . v` over some columns of the tile. The tile's first columns start the sums.
 ///
 /// # Safety
-/// As [`Simd`]; the probabilities are computed, and `rows` are the values of the columns, in whole vectors.
+/// As [`Simd`]; the probabilities are computed, and `values` has the values of the columns, in whole vectors.
 #[inline(always)]
 unsafe fn accumulate<S: Simd, E: Elem>(
     work: &TaskState<'_>,
     tile: &Tile,
     columns: Range<usize>,
-    rows: Stream<'_, E>,
+    values: Stream<'_, E>,
 ) {
     // If a register tile has fewer rows, all rows share the conversion of their values, two vectors at a time. The tile has room
     // for the last group of eight.
@@ -167,7 +167,7 @@ unsafe fn accumulate<S: Simd, E: Elem>(
             let probs = work.scores.from(0, columns.start).as_mat();
             gemm::<S, F32, Stream<'_, E>>(Operands {
                 a: probs.first(probs.rows(), columns.len()),
-                b: Stream { column, ..rows },
+                b: Stream { column, ..values },
                 c: work.block_out.from(0, column).first(rows_of_tile, cols),
                 resume: columns.start > tile.columns.start,
             });

@@ -31,7 +31,7 @@ use super::operands::Operands;
 use super::pack::HeadRows;
 use super::state::{KeySteps, TaskState, Tile};
 use super::stream::Scores;
-use crate::simd::{Elem, Rows, Simd};
+use crate::simd::{Elem, LaneFormat, Simd};
 use flashtile_core::dtype::Dtype;
 use std::ops::Range;
 
@@ -77,7 +77,7 @@ pub(crate) trait Products<S: Simd>: 'static {
     unsafe fn multiply(operands: Operands<Mat>);
 
     /// Scores of few rows with the keys `first + columns`, read in place; `memory` was prepared for the queries of `scores`.
-    unsafe fn stream_scores<R: Rows>(
+    unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
         columns: &Range<usize>,
@@ -88,13 +88,13 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// `p . v` of a tile of few rows with the values `columns`, elements of `E`, read in place. `columns` are whole key steps.
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
 
-    /// Packs the values `first + rows`, elements of `E`, to rows of `dst` as [`Products::multiply`] takes them, in whole key steps.
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut);
+    /// Packs the values `first + keys`, elements of `E`, to rows of `dst` as [`Products::multiply`] takes them, in whole key steps.
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, keys: Range<usize>, dst: MatMut);
 
-    /// Replaces the scores of a row in whole vectors `columns`, of [`Products::PER_F32`] at a time, by `2^(scale * score + shift)` as
+    /// Replaces the scores of a row in whole vectors `columns`, of [`Products::PER_F32`] at a time, by `2^(scale * score + neg_max)` as
     /// [`Products::multiply`] takes them. `scale` is [`Products::scale_of_scores`], or 1 if the scores have it already.
     /// Returns the sum lane by lane.
-    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, shift: S::V) -> S::V;
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, neg_max: S::V) -> S::V;
 
     /// A sum of no keys.
     unsafe fn chain() -> Self::Chain;
