@@ -94,8 +94,6 @@ fn shard(text: &str) -> std::result::Result<Shard, String> {
 /// Largest number of scores of a case on the simulator.
 const MAX_SCORES: u64 = 12_000;
 
-const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
     if args.list {
         list(&cases(args)?, args.json)?;
@@ -113,7 +111,8 @@ fn check(args: &CheckArgs) -> Result<bool> {
     let cases = cases(args)?;
 
     let progress = progress((cases.len() * runners.len()) as u64);
-    let mut summaries: Vec<Summary> = runners.iter().map(|r| Summary::new(r.name())).collect();
+    let mut summaries: Vec<Summary> =
+        runners.iter().map(|r| Summary { runner: r.name(), ..Summary::default() }).collect();
     let mut lines = Vec::new();
     let mut failures = Vec::new();
     conformance(&cases, &runners, |result| {
@@ -242,6 +241,7 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
 }
 
 /// Outcomes of the cases on one runner.
+#[derive(Default)]
 struct Summary {
     runner: String,
     passed: usize,
@@ -250,30 +250,18 @@ struct Summary {
     /// Number of cases that each reason skipped, with the details of the first.
     reasons: BTreeMap<String, (usize, String)>,
     /// Largest error of a passed case for each dtype, relative to the limit of that case.
-    nrmse: [f64; DTYPES.len()],
+    nrmse: [f64; Dtype::ALL.len()],
     /// The passed case that came closest to its limit.
     closest: Option<(f64, String)>,
 }
 
 impl Summary {
-    const fn new(runner: String) -> Self {
-        Self {
-            runner,
-            passed: 0,
-            failed: 0,
-            skipped: 0,
-            reasons: BTreeMap::new(),
-            nrmse: [0.0; DTYPES.len()],
-            closest: None,
-        }
-    }
-
     fn add(&mut self, result: &CaseResult<'_>) {
         match &result.result {
             Ok(outcome) => {
                 self.passed += 1;
                 let out = outcome.out;
-                for (dtype, nrmse) in DTYPES.iter().zip(&mut self.nrmse) {
+                for (dtype, nrmse) in Dtype::ALL.iter().zip(&mut self.nrmse) {
                     if *dtype == result.case.desc.dtype {
                         *nrmse = nrmse.max(of_limit(&out));
                     }
@@ -292,9 +280,7 @@ impl Summary {
             Err(_) => self.failed += 1,
         }
     }
-}
 
-impl Summary {
     /// Reasons why cases were skipped, one line each, the most frequent first.
     fn skips(&self) -> Vec<String> {
         let mut reasons: Vec<_> = self.reasons.iter().collect();
@@ -315,7 +301,7 @@ fn of_limit(out: &Report) -> f64 {
 
 fn table(summaries: &[Summary]) -> Table {
     let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
-    head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse/limit")));
+    head.extend(Dtype::ALL.map(|dtype| format!("{dtype} nrmse/limit")));
     head.push("closest to a limit".to_owned());
     head.push("case".to_owned());
     let mut table = Table::new(head);

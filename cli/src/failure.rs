@@ -5,7 +5,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 /// Exit status of a command that cannot do what was asked.
-const REFUSED: u8 = 2;
+pub(crate) const REFUSED: u8 = 2;
 
 /// Exit status of a command that found a wrong answer.
 pub(crate) const WRONG: u8 = 1;

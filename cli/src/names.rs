@@ -142,13 +142,17 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
         let what = match &found[..] {
             [] => {
                 let layers = layers(archive);
-                let has = if layers.is_empty() { archive.names().collect() } else { strs(&layers) };
-                let has = if has.is_empty() { "no tensor".to_owned() } else { report::some(&has) };
+                let names: Vec<&str> = archive.names().collect();
+                let has = match (&*layers, &*names) {
+                    ([], []) => "no tensor".to_owned(),
+                    ([], names) => report::some(names),
+                    (layers, _) => report::some(layers),
+                };
                 archive.refuse(format_args!("no q, k and v with that prefix (the file has {has})"))
             }
             found => archive.refuse(format_args!(
                 "{} belong to different layers, expected a prefix of one",
-                report::some(&strs(found))
+                report::some(found)
             )),
         };
         return Err(Failure::at(format_args!("--prefix {prefix}"), what));
@@ -176,10 +180,6 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
         }
     }
     Ok(archive.part(Some(layer.label()), &tensors))
-}
-
-fn strs(names: &[String]) -> Vec<&str> {
-    names.iter().map(String::as_str).collect()
 }
 
 #[cfg(test)]

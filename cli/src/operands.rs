@@ -147,7 +147,6 @@ impl<'a> Operands<'a> {
         }
         if let Some(name) = ["q", "k", "v"].into_iter().find(|name| !archive.has(name)) {
             let layers = names::layers(archive);
-            let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
             if !layers.is_empty() {
                 let layers = report::some(&layers);
                 let what =
@@ -219,8 +218,7 @@ impl<'a> Operands<'a> {
         if self.ignored.is_empty() {
             return Ok(None);
         }
-        let names: Vec<&str> = self.ignored.iter().map(String::as_str).collect();
-        let (names, read) = (report::some(&names), READ.join(", "));
+        let (names, read) = (report::some(&self.ignored), READ.join(", "));
         if strict {
             let what = format_args!("unknown tensors: {names}, expected names among {read}");
             return Err(archive.refuse(what));

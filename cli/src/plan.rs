@@ -15,12 +15,12 @@ use crate::report;
 use crate::run::{dims_json, shapes};
 use crate::select::{planned, select, unplanned};
 use clap::Args;
-use flashtile::plan::{AnyFacts, Fields, known_machines};
+use flashtile::plan::{AnyFacts, Field, known_machines};
 use flashtile::{
     AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc, SeqLens, Sequences,
     SharedPrefix,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -314,9 +314,9 @@ impl Shown<'_> {
         lines.map(|(name, text)| format!("{name:<10} {text}\n")).collect()
     }
 
-    fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
+    fn json(&self, drawn: Option<(usize, Counts)>) -> Value {
         let (problem, work) = (self.plan.problem(), Work::of(self.plan));
-        let mut json = json!(Fields(self.plan.explain().fields));
+        let mut json = object(&self.plan.explain().fields);
         let common = json!({
             "kernel": self.plan.kernel(),
             "backend": self.plan.backend(),
@@ -343,10 +343,26 @@ impl Shown<'_> {
                 "full": counts.full,
             })),
         });
-        if let (Some(json), serde_json::Value::Object(common)) = (json.as_object_mut(), common) {
+        if let (Some(json), Value::Object(common)) = (json.as_object_mut(), common) {
             json.extend(common);
         }
         json
+    }
+}
+
+/// Fields of a plan as JSON.
+fn object(fields: &[(&'static str, Field)]) -> Value {
+    let value = |(name, field): &(&'static str, Field)| ((*name).to_owned(), value(field));
+    Value::Object(fields.iter().map(value).collect())
+}
+
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Count(count) => json!(count),
+        Field::Number(number) => json!(number),
+        Field::Text(text) => json!(text),
+        Field::List(fields) => Value::Array(fields.iter().map(value).collect()),
+        Field::Object(fields) => object(&fields.0),
     }
 }
 

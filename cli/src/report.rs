@@ -95,7 +95,7 @@ pub(crate) fn flops(n: f64) -> String {
 const MAX_NAMES: usize = 4;
 
 /// The first names, and the number of the others: `a, b, c, d and 3 more`.
-pub(crate) fn some(names: &[&str]) -> String {
+pub(crate) fn some<T: ToString>(names: &[T]) -> String {
     first(names, MAX_NAMES)
 }
 

@@ -446,8 +446,10 @@ fn the_least_finite_bias_hides_nothing() {
 }
 
 #[test]
-fn a_nan_bias_of_a_key_that_a_tree_hides_reaches_no_row() {
-    for dtype in [Dtype::F32, Dtype::BF16] {
+fn a_wild_bias_of_a_key_that_a_tree_hides_reaches_no_row() {
+    for (dtype, wild) in
+        [Dtype::F32, Dtype::BF16].into_iter().flat_map(|d| [(d, f32::NAN), (d, f32::INFINITY)])
+    {
         let case = Case::new("tree bias", [1, 4, 2, 0, 0, 64, 64], dtype)
             .cached(&[(13, 80), (1, 40), (9, 9)], 16, Keep::All)
             .at(QOffset::BottomRight)
@@ -468,11 +470,11 @@ fn a_nan_bias_of_a_key_that_a_tree_hides_reaches_no_row() {
         let Some(GuardedMask::Additive(mask)) = &mut built.mask else {
             unreachable!("asked for an additive mask")
         };
-        fill(mask, |at| if hidden.contains(&at) { f32::NAN } else { 0.5 });
+        fill(mask, |at| if hidden.contains(&at) { wild } else { 0.5 });
         let prepared = with_oracle(built);
         for runner in reach_runners(&prepared.built.problem) {
             if let Err(failure) = prepared.run(&*runner) {
-                panic!("{dtype}: {failure}");
+                panic!("{dtype} {wild}: {failure}");
             }
         }
     }

@@ -95,7 +95,7 @@ impl Stored {
 
     fn view(&self, shape: [usize; 4]) -> Result<KvView<'_>> {
         Ok(match self {
-            Self::Elements(buffer, dtype) => view(buffer, *dtype, 0, shape)?.into(),
+            Self::Elements(buffer, dtype) => view(buffer, *dtype, shape)?.into(),
             Self::Codes(pages) => KvView::Codes(pages.view()),
         })
     }
@@ -186,7 +186,7 @@ impl Operands {
 
     fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
         let dtype = problem.dtype();
-        let q = view(&self.q, dtype, 0, problem.dims().q_shape())?;
+        let q = view(&self.q, dtype, problem.dims().q_shape())?;
         let (k, v) = (self.k.view(self.k_shape)?, self.v.view(self.v_shape)?);
         Ok(match (&self.tables, k, v) {
             (Some(tables), ..) => Inputs::paged_kv(q, k, v, tables),
@@ -196,10 +196,9 @@ impl Operands {
     }
 }
 
-/// A dense tensor that starts at an element of a buffer.
-fn view(buffer: &Buffer, dtype: Dtype, first: usize, shape: [usize; 4]) -> Result<TensorView<'_>> {
-    let bytes = &buffer.bytes()[first * dtype.bytes()..];
-    TensorView::from_bytes(dtype, bytes, shape, Order::Bhsd.strides(shape)).map_err(Failure::new)
+/// A buffer as a dense tensor.
+fn view(buffer: &Buffer, dtype: Dtype, shape: [usize; 4]) -> Result<TensorView<'_>> {
+    TensorView::from_bytes(dtype, buffer.bytes(), shape, Order::Bhsd.strides(shape)).map_err(Failure::new)
 }
 
 /// The output of a problem in head-major order.

@@ -208,14 +208,12 @@ fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
     if given.is_empty() { default.to_vec() } else { given.to_vec() }
 }
 
-const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
-
 fn head_dims(args: &BenchArgs, default: &[usize]) -> Vec<usize> {
     or(&args.head_dim, if args.quick { &[128] } else { default })
 }
 
 fn dtypes(args: &BenchArgs) -> Vec<Dtype> {
-    or(&args.dtype, if args.quick { &[Dtype::F32, Dtype::BF16] } else { &DTYPES })
+    or(&args.dtype, if args.quick { &[Dtype::F32, Dtype::BF16] } else { &Dtype::ALL })
 }
 
 /// Rows of one kind.

@@ -10,7 +10,7 @@ mod picture;
 mod report;
 mod text;
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, REFUSED, Result};
 use crate::input::Mapped;
 use crate::machine;
 use crate::names::canonical;
@@ -26,9 +26,6 @@ use std::process::ExitCode;
 /// Tensors that change attention probabilities and that the report does not take into account.
 const OF_WEIGHTS: [&str; 3] = ["mask", "sinks", "alibi_slopes"];
 
-/// Exit status if a pair has no result.
-const REFUSED: u8 = 2;
-
 pub(crate) fn run(args: &KvArgs) -> Result<ExitCode> {
     machine::on_threads(args.threads, || compare(args))
 }
@@ -40,8 +37,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
     let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
     picture.as_ref().map_or(Ok(()), |picture| picture.differs_from(&args.input))?;
     if !unread.is_empty() {
-        let names: Vec<&str> = unread.iter().map(String::as_str).collect();
-        let names = printed::some(&names);
+        let names = printed::some(&unread);
         if args.strict {
             let what = format_args!("unknown tensors: {names}, expected keys, values, queries, kv_lens");
             return Err(archive.refuse(what));

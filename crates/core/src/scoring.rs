@@ -1,4 +1,4 @@
-//! The score formula of host code: `softcap(scale * q . k) + bias`, once for every arithmetic that it is computed in.
+//! The score formula of host code: `softcap(scale * q . k) + bias`, written once, generic over the numbers that it is computed in.
 //!
 //! Kernels of the host, their f64 fallback and [`quality`](crate::quality) call [`ScoreRow::score`]; the oracle
 //! ([`reference`](mod@crate::reference)) has a definition of its own.
@@ -104,7 +104,7 @@ pub trait ScoreNumber: Copy {
     /// Position of a key, counted from [`ScoreRow::first_key`]; of a vector, its first.
     type Position: Copy;
 
-    /// A constant of the score, which is in units of e, in the units of these numbers.
+    /// Converts a constant of the score from units of e to the units of these numbers.
     fn constant(x: f32) -> Self::Constant;
     /// The product with a factor.
     #[must_use]
@@ -115,7 +115,7 @@ pub trait ScoreNumber: Copy {
     /// `self + a * b`, fused or not as the number's arithmetic has it.
     #[must_use]
     fn plus_product(self, a: Self, b: Self::Constant) -> Self;
-    /// A scaled product in units of the softcap: itself where the scale contains the division.
+    /// The scaled product divided by the softcap; unchanged if the scale contains the division.
     #[must_use]
     fn in_softcaps(self, softcap: f32) -> Self;
     /// Hyperbolic tangent.
@@ -161,8 +161,9 @@ pub struct ScoreRow<C, P> {
 }
 
 impl<C: Copy, P: Copy> ScoreRow<C, P> {
-    /// The score of a product `q . k`, without the bias of a mask. A score function of the user's enters here. Its arguments are the
-    /// score, the row's batch, head and query position ([`ScoreRow::at`]), and the position of the key.
+    /// The score of a product `q . k`, without the bias of a mask. A score function of the user's belongs here. Its arguments are the
+    /// score, the row's batch, head and query position ([`ScoreRow::at`], which nothing else reads), and the position of the key; kernels that
+    /// leave this call out where it changes nothing have to know of it.
     #[inline(always)]
     pub fn score<N: ScoreNumber<Constant = C, Position = P>>(&self, key: P, product: N) -> N {
         let mut score = self.scaled(product).plus(self.offset);

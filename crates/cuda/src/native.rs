@@ -134,7 +134,7 @@ impl Tensors {
             v_batch_rows: v.batch_rows,
             kv_box_rows: kv_box_rows as u32,
             q_box_positions,
-            // The launch's, which sets it.
+            // `NativeRun::launch` sets it.
             queued: 0,
         })
     }

@@ -177,7 +177,7 @@ impl Prepared {
     /// nothing, except that a first run loads a form of its kernels that [`Cuda::prepare`] did not load, and compiles it unless
     /// [`Cuda::prewarm`] did: where rows do not start on 16 bytes, and, for prefill in 16 bits on compute capability 9.0, also where
     /// they do but TMA cannot copy `k` and `v`: pages that are not of a multiple of 16 tokens, batch entries or pages that are not
-    /// whole rows apart, or rows that overlap.
+    /// whole rows apart, rows that overlap, heads that share memory, or tensors too large for its coordinates.
     ///
     /// # Errors
     /// [`CudaError::Inputs`] where the tensors do not fit the plan's problem, and [`CudaError::Device`].

@@ -68,8 +68,9 @@ pub trait Engine {
     /// The problem that a plan computes.
     fn problem(plan: &Self::Plan) -> &Problem;
 
-    /// Writes what the engine keeps of `tables` on the device, if it changed since the last run. Returns true if the kernels
-    /// also read a block table, which the caller then copies to the device and passes to [`Engine::run`].
+    /// Writes the numbers of the sequences, and what the engine keeps of `tables`, to the device where they changed since the last run. With
+    /// `tables`, returns true if the kernels also read a block table, which the caller then copies to the device and passes to
+    /// [`Engine::run`]; without, the result has no meaning.
     ///
     /// # Errors
     /// The error that the device reports.

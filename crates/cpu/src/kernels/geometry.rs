@@ -96,8 +96,9 @@ impl SeenKeys<'_> {
 
     /// True if the mask or the tree mask hides a key of the band.
     fn is_masked(&self, j: usize) -> bool {
+        debug_assert!(j < self.kv_len);
         // SAFETY: the inputs were checked against the problem: masks have an element for every key of a sequence, tree masks for every
-        // key of its step.
+        // key of its step. `j` is in the band, which ends at `kv_len`, so that `column` is below `q_len`.
         let hides = |row: MaskRow<'_>, j: usize| unsafe { row.bias(j) == f32::NEG_INFINITY };
         let column = (j + self.q_len).checked_sub(self.kv_len);
         self.mask.is_some_and(|mask| hides(mask, j))

@@ -80,7 +80,7 @@ fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool 
 
 /// The changes of the scores of a query before the softmax.
 #[inline(always)]
-pub(super) fn modifiers<'a, S: Simd, P: Products<S>>(
+fn modifiers<'a, S: Simd, P: Products<S>>(
     work: &TaskState<'a>,
     tile: &Tile,
     query: &Query<'_>,
@@ -95,14 +95,14 @@ pub(super) fn modifiers<'a, S: Simd, P: Products<S>>(
         _ => None,
     };
     let scoring = &work.cx.scoring;
-    let origin = |slope| Alibi { slope, origin: (query.nearest(problem) - first as i64) as f32 };
+    let alibi = |slope| Alibi { slope, origin: (query.nearest(problem) - first as i64) as f32 };
     let terms = ScoreRow {
         at: RowIndex { batch: query.index, head: query.head, query: query.own_key() },
         first_key: first,
         scale: work.factor_of_scores(query).unwrap_or_else(|| P::scale_of_scores(work.score_scale())),
         offset: 0.0,
         softcap: scoring.softcap,
-        alibi: scoring.alibi_slope(query.head).map(origin),
+        alibi: scoring.alibi_slope(query.head).map(alibi),
     };
     Modifiers { terms, mask }
 }

@@ -120,7 +120,7 @@ macro_rules! wide_mask_elem {
 }
 wide_mask_elem!(f32 Bf16);
 
-/// Scores of consecutive keys in units of log2, of a row whose mask has elements of `M`.
+/// Numbers of consecutive keys of a row whose mask has elements of `M`: scores in units of log2 or of the softcap, distances, or biases.
 ///
 /// # Safety
 /// A value proves that the machine has the instruction set of `S`: [`Lanes::new`] is the one constructor.

@@ -119,7 +119,7 @@ pub(crate) unsafe fn repair_nonfinite<S: Simd, P: Products<S>>(work: &TaskState<
 #[inline(always)]
 unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile, r: usize) {
     let unit = P::PER_F32;
-    // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
+    // SAFETY: the row of values holds `stride` elements; value rows of visible keys exist.
     unsafe {
         let values = work.block_out.at(r, 0);
         let query = work.query(tile.rows.start + r);

@@ -247,7 +247,8 @@ pub fn masked(
 }
 
 /// A scaled product with softcap and ALiBi, in units of log2: the score of a row and a key that it sees, without the bias of a mask.
-/// A score function of the user's enters here: a row stands for its sequence, head and query position.
+/// A score function of the user's belongs here: a row is of one sequence, head and query position, though it has only the position of the
+/// nearest visible key.
 #[device]
 #[inline(always)]
 pub fn biased(product: f32, key: i32, row: RowBound, params: &Attend, scoring: Scoring) -> f32 {

@@ -136,12 +136,12 @@ DEVICE float add_bias(float x, float bias) {
 DEVICE float score_scale(const ForwardParams& p) { return Scoring::HAS_BIAS ? 1.f : p.scale; }
 
 // Scores of products q . k in units of log2, in their place: softcap(scale * q . k) + bias; -inf where the row does not see the key. Tiles
-// that are not MASKED are visible to all of their rows, and have no bias of a mask. A score function of the user's enters here: a row
-// stands for its sequence, head and query position.
+// that are not MASKED are visible to all of their rows, and have no bias of a mask. A score function of the user's belongs here: a row
+// is of one sequence, head and query position, which it has no fields for yet (`alibi_position` is the nearest visible key).
 //
 // A Tile is TileScores (softmax.cuh: the scores of a lane in a tile) or VisibleScore (sm90/recompute.cuh: one score). It has for_each(f(score)) and
 // for_each_row(f(row, keys)). The keys of a row have for_each_distance(position, f(score, distance)),
-// hide_outside(begin, end), for_each_in(begin, end, f(score, key)) and add_mask(p, row), which takes every bias through add_bias.
+// hide_outside(begin, end), for_each_in(begin, end, f(score, key)) and add_mask(p, row), which takes every bias of an additive mask through add_bias.
 template <bool MASKED, typename Tile>
 DEVICE void score_mod(const ForwardParams& p, Tile tile) {
     tile.for_each([&](float& x) { x *= p.scale; });
@@ -151,7 +151,7 @@ DEVICE void score_mod(const ForwardParams& p, Tile tile) {
         if (!MASKED) return;
         keys.hide_outside(row.begin, row.end);
         if constexpr (Scoring::HAS_MASK) keys.add_mask(p, row);
-        // After the mask: a NaN bias reaches no row that the tree mask hides the key from.
+        // Last, so that a NaN or infinite bias of a key that the tree mask hides is overwritten.
         if (row.tree_mask) {
             const u32 first = row.tree_key > row.begin ? row.tree_key : row.begin;
             keys.for_each_in(first, row.end, [&](float& x, u32 j) {

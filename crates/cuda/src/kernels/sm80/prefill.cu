@@ -14,7 +14,7 @@ constexpr int TEAMS = HAS_TEAMS ? 2 : 1, TEAM_THREADS = THREADS / TEAMS, TEAM_WA
 static_assert(!HAS_TEAMS || STAGES == 2);
 // Ring of work tiles in shared memory: from the one that is multiplied to the one whose keys are copied, and the next one, whose
 // description is copied. Its length is even, so that neighbours use different halves of `rows`, which `index % 2` selects.
-constexpr int LISTED = (STAGES + 4) / 2 * 2;
+constexpr int WORK_TILE_STAGES = (STAGES + 4) / 2 * 2;
 // A bit of a word marks each of the first MAX_RECOMPUTED work tiles of a stream that is to be recomputed. Later ones have no bit and are
 // computed by `pv_gemm_nonfinite` at once.
 static_assert(MAX_RECOMPUTED < 32);
@@ -48,7 +48,7 @@ struct PrefillMemory {
     u8 k[STAGES][KTile::BYTES];
     u8 v[STAGES][VTile::BYTES];
     Row rows[2][BLOCK_M];
-    WorkTile work_tiles[LISTED];
+    WorkTile work_tiles[WORK_TILE_STAGES];
     WarpStream streams[WARPS];
     BlockFlags flags;
 };
@@ -57,7 +57,7 @@ static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
 // Named barriers: a turn of each team, the threads that copy, and the threads of each team.
 constexpr int TURN_BARRIER = 1, LOAD_BARRIER = 3, TEAM_BARRIER = 4;
 
-DEVICE u32 next_index(u32 index) { return index + 1 == LISTED ? 0 : index + 1; }
+DEVICE u32 next_index(u32 index) { return index + 1 == WORK_TILE_STAGES ? 0 : index + 1; }
 
 DEVICE u32 previous_stage(u32 stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 

@@ -67,7 +67,7 @@ struct Consumer {
     }
 
     // Narrows a work tile's key tiles to those that the consumer's rows see. No tile is left if the consumer has no rows, or none that sees a key. Rows are
-    // ordered by position, so the first row has the first visible key and the last row the last. Two consumers compute all tiles: passing some was not
+    // ordered by position, so the first row has the first visible key and the last row the last. One or two consumers compute all tiles: passing some was not
     // faster. Consumers without TMA do too: they have no registers to spare. `rows` are the tile's.
     DEVICE KeyBlocks seen_blocks(const WorkTile& work_tile, KeyBlocks blocks, const Row* rows) const {
         if (CONSUMERS < 3 || !TMA || params.forward.mask_every_tile) return blocks;

@@ -57,10 +57,10 @@ DEVICE void pass_tile(const Consumer& consumer, const KeyStage& k_at, const Ring
 
 // The state of a consumer whose products overlap: its place in the rings, and its registers.
 struct OverlappedMainloop {
-    // Two consumers compute every tile, even one that none of their rows sees: the compiler waits at the end of a branch for products that the branch
+    // One or two consumers compute every tile, even one that none of their rows sees: the compiler waits at the end of a branch for products that the branch
     // starts. Three pass such tiles.
     static constexpr bool COMPUTES_ALL = CONSUMERS < 3;
-    // True if registers are left beside the output and the probabilities for a work tile to begin and end with less waiting: with two consumers up to
+    // True if registers are left beside the output and the probabilities for a work tile to begin and end with less waiting: with one or two consumers up to
     // D 192, and at D 256 with at most 64 keys. With 80 keys threads would spill.
     static constexpr bool HAS_REGISTERS = COMPUTES_ALL && VALUE_DIM / 2 + BLOCK_N / 4 <= 144;
     // Rows of q of the next work tile are there early if there is room for them.
