@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn long_lists_say_how_much_they_leave_out() {
-        assert_eq!(some(&[]), "");
+        assert_eq!(some::<&str>(&[]), "");
         assert_eq!(some(&["a", "b", "c", "d"]), "a, b, c, d");
         assert_eq!(some(&["a", "b", "c", "d", "e"]), "a, b, c, d and 1 more");
     }
