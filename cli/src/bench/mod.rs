@@ -1,5 +1,6 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
+mod group;
 mod measure;
 mod options;
 mod peers;
@@ -15,6 +16,7 @@ use crate::progress::progress;
 use crate::report::{self, Table};
 use flashtile::plan::CpuFacts;
 use flashtile::{Backend, Rate, Unit};
+use group::Group;
 use indicatif::ProgressBar;
 use measure::{Measured, Planned, Planner, measure};
 pub(crate) use options::BenchArgs;
@@ -122,14 +124,6 @@ fn described(backend: &dyn Backend) -> String {
         Some(facts) => format!("{}, {}", facts.isa, report::counted(facts.threads, "thread")),
         None => backend.device(),
     }
-}
-
-/// Rows of one kind and one unit, with the limit that was measured around them.
-struct Group {
-    kind: Kind,
-    unit: Unit,
-    bound: Bound,
-    rows: Vec<Measured>,
 }
 
 /// The planner, the time and the progress bar of all measurements.

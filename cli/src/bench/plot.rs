@@ -1,6 +1,6 @@
 //! Fraction of the limit by sequence length, as SVG.
 
-use super::Group;
+use super::group::Group;
 use crate::chart::{self, Axis, Line, Panel};
 use crate::failure::Result;
 use crate::output::Destination;
