@@ -33,14 +33,11 @@ pub(crate) struct InfoArgs {
 type BackendState = (String, bool, String);
 
 fn backends() -> Vec<BackendState> {
-    let state = |(name, found): (BackendName, flashtile::Result<_>)| {
-        let found: flashtile::Result<std::sync::Arc<dyn flashtile::Backend>> = found;
-        match found {
-            Ok(backend) => (name.to_string(), true, backend.describe()),
-            Err(why) => (name.to_string(), false, why.to_string()),
-        }
-    };
-    BackendName::all().into_iter().map(state).collect()
+    let all = BackendName::all().into_iter().map(|(name, found)| match found {
+        Ok(backend) => (name.to_string(), true, backend.describe()),
+        Err(why) => (name.to_string(), false, why.to_string()),
+    });
+    all.collect()
 }
 
 /// The choice of `--backend auto` for a typical problem, and why.

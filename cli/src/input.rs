@@ -146,7 +146,7 @@ impl<'p> Mapped<'p> {
             let bytes = report::counted(bytes.len(), "byte");
             refuse(&format_args!("{bytes}, expected 8 of header length first"))
         })?;
-        // As a length, eight characters of text would exceed any memory.
+        // Eight characters of text, read as a length, exceed any memory.
         if let Ok(text) = std::str::from_utf8(first)
             && text.chars().all(|c| !c.is_control() || c.is_whitespace())
         {

@@ -1,6 +1,6 @@
 //! The reference: attention by definition, in f64 on one thread.
 
-use super::own_plan::{first, plan_of};
+use super::own_plan::{first, kernel_name, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
 use crate::error::{Error, Result};
 use flashtile_core::inputs::{self, Inputs, Outputs};
@@ -43,10 +43,7 @@ impl Plan for ReferencePlan {
     }
 
     fn kernel(&self) -> String {
-        let (dtype, dims) = (self.problem.dtype(), self.problem.dims());
-        let value =
-            if dims.value_dim == dims.head_dim { String::new() } else { format!("x{}", dims.value_dim) };
-        format!("reference-{dtype}-d{}{value}", dims.head_dim)
+        kernel_name("reference", &self.problem)
     }
 
     fn tile(&self, _: &Sequence) -> TileSize {

@@ -1,6 +1,6 @@
 //! The portable kernels on the simulator of the kernel language, which checks every access.
 
-use super::own_plan::{first, plan_of};
+use super::own_plan::{first, kernel_name, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
 use crate::error::{Error, Result};
 use flashtile_core::inputs::{self, Inputs, Outputs};
@@ -52,14 +52,7 @@ impl Plan for SimulatorPlan {
     }
 
     fn kernel(&self) -> String {
-        let (dtype, dims) = (self.problem.dtype(), self.problem.dims());
-        let value =
-            if dims.value_dim == dims.head_dim { String::new() } else { format!("x{}", dims.value_dim) };
-        format!("simulator-decode-{dtype}-d{}{value}", dims.head_dim)
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        0
+        kernel_name("simulator-decode", &self.problem)
     }
 
     fn splits(&self) -> usize {
@@ -123,10 +116,9 @@ impl Facts for Simulator {
     }
 
     fn explain(&self, plan: &SimulatorPlan) -> Explanation {
-        let TileSize { rows, keys } =
-            TileSize { rows: DECODE_TILE.tile.rows(), keys: DECODE_TILE.tile.keys() };
+        let (rows, keys) = (DECODE_TILE.tile.rows(), DECODE_TILE.tile.keys());
         Explanation {
-            machine: "GPU kernels on the host, every access checked".to_owned(),
+            machine: self.describe(),
             lines: vec![("kernel", plan.kernel()), ("tiles", format!("{rows} rows x {keys} keys"))],
             fields: vec![("tile_rows", rows.into()), ("block_k", keys.into())],
         }

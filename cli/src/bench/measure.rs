@@ -239,7 +239,7 @@ pub(super) struct Planned {
     plan: AnyPlan,
     /// The plan without shared prefixes, where the first reads them once for all sequences.
     apart: Option<AnyPlan>,
-    unit: Unit,
+    pub(super) unit: Unit,
 }
 
 impl Planner {
@@ -247,7 +247,7 @@ impl Planner {
     ///
     /// # Errors
     /// If there is no plan, or the backend is not compared with the hardware.
-    pub(super) fn plan(&self, row: Row) -> Result<(Planned, Unit)> {
+    pub(super) fn plan(&self, row: Row) -> Result<Planned> {
         let plan = self.plan_problem(&row.problem)?;
         let unit = self.backend.unit(&plan).ok_or_else(|| {
             let what = "expected auto, cpu, cuda or metal: other backends are not measured";
@@ -256,7 +256,7 @@ impl Planner {
         let reads_once = plan.kv_bytes() < plan.problem().kv_bytes();
         let apart = without_prefixes(&row.problem)?.filter(|_| reads_once);
         let apart = apart.map(|problem| self.plan_problem(&problem)).transpose()?;
-        Ok((Planned { row, plan, apart, unit: unit.clone() }, unit))
+        Ok(Planned { row, plan, apart, unit })
     }
 
     fn plan_problem(&self, problem: &Problem) -> Result<AnyPlan> {

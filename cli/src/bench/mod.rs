@@ -51,16 +51,16 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let mut planned: Vec<(Kind, Unit, Vec<Planned>)> = Vec::new();
     for &kind in kinds {
         for row in rows::rows(args, kind)? {
-            let (row, unit) = planner.plan(row)?;
+            let row = planner.plan(row)?;
             // Kernels on different units have different limits. Over codes a dtype may have another unit: such rows stay beside the others,
             // with which they are compared.
             let dtype = |of: &Planned| of.row.problem.dtype();
             let joins = |(k, u, rows): &&mut (Kind, Unit, Vec<Planned>)| {
-                *k == kind && (*u == unit || rows.iter().any(|other| dtype(other) == dtype(&row)))
+                *k == kind && (*u == row.unit || rows.iter().any(|other| dtype(other) == dtype(&row)))
             };
             match planned.iter_mut().find(joins) {
                 Some((_, _, rows)) => rows.push(row),
-                None => planned.push((kind, unit, vec![row])),
+                None => planned.push((kind, row.unit.clone(), vec![row])),
             }
         }
     }

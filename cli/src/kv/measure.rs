@@ -289,7 +289,7 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // As in a cache, all sequences share one mean, which is that of the first sequence with rows.
+    // All sequences share one mean, as in a cache: that of the first sequence with rows.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
     let of_first = if std::ptr::eq(first, sequence) { None } else { Some(pair.keys(first, unit.head)) };
     let mean = mean_of(of_first.as_ref().unwrap_or(&k), dims.head_dim)?;

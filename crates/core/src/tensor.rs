@@ -471,7 +471,7 @@ impl<'a> TensorViewMut<'a> {
     /// Writes row `[b, h, row]`, each element rounded once.
     ///
     /// # Panics
-    /// As [`TensorViewMut::row_bytes_mut`]; also if there are fewer values than elements.
+    /// If an index is outside the shape, rows have no elements, or there are fewer values than elements.
     pub fn write_row(&mut self, at: [usize; 3], values: &[f64]) {
         let (dtype, dim) = (self.dtype, self.shape[3]);
         let row = self.row_bytes_mut(at).chunks_exact_mut(dtype.bytes());

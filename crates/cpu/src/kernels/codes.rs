@@ -77,7 +77,7 @@ impl<'a> CodeRows<'a> {
 /// [`pack::key_panel`] of codes. A vector of keys is decoded to `memory` first.
 ///
 /// # Safety
-/// As [`pack::key_panel`]; `memory` has room for the rows of a vector of keys.
+/// The contract of [`pack::key_panel`] holds, and `memory` has room for the rows of a vector of keys.
 #[inline(always)]
 pub(super) unsafe fn key_panel<S: Simd>(
     src: CodeRows<'_>,

@@ -123,7 +123,7 @@ unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands
 /// Computes `C`, of at most `S::VECTORS` vectors.
 ///
 /// # Safety
-/// As [`Simd`], with the contracts of the matrices. `A` has at least the rows of `C`. `B` has as many rows as `A` has columns (all runs of
+/// The contracts of [`Simd`] and of the matrices hold. `A` has at least the rows of `C`. `B` has as many rows as `A` has columns (all runs of
 /// a stream together), and the columns of `C`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {

@@ -210,7 +210,7 @@ impl Encoder for Fp8Rows {
 /// [`fp8::from_f32`] of 16 elements.
 #[inline(always)]
 unsafe fn e4m3(x: __m512) -> __m512i {
-    /// As bits of f32: the exponent of subnormal values, and the offset from an exponent to the value whose addition rounds.
+    /// Exponent of subnormal values, and offset from an exponent to the value whose addition rounds, both as bits of f32.
     const MIN_EXPONENT: i32 = (127 - 6) << 23;
     const ABOVE: i32 = (20 << 23) | 1 << 22;
     // SAFETY: the caller guarantees the instruction set.

@@ -190,7 +190,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
 /// [`Products::multiply`], two by two tiles at a time.
 ///
 /// # Safety
-/// As [`Products::multiply`]; the memory of `A` and `C` has whole tiles of rows.
+/// The contract of [`Products::multiply`] holds, and the memory of `A` and `C` has whole tiles of rows.
 #[inline(always)]
 unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
     const { assert!(S::LANES == TILE) };
@@ -325,7 +325,7 @@ impl StreamMemory {
     /// Transposes the first [`TILE`] packed queries.
     ///
     /// # Safety
-    /// As [`Simd`]; the memory is valid, and the queries are packed.
+    /// The contract of [`Simd`] holds, the memory is valid, and the queries are packed.
     #[inline(always)]
     unsafe fn set_queries<S: Simd>(&self, q: Mat) {
         for d in (0..self.depth).step_by(LINES) {

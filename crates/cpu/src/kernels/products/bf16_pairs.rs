@@ -190,7 +190,7 @@ unsafe fn interleave_row<S: PairLanes>(even: *const u16, odd: *const u16, len: u
 /// [`Products::exp_row`] to pairs of bf16: the pairs of two vectors of scores take the place of the first.
 ///
 /// # Safety
-/// As [`Products::exp_row`].
+/// The contract of [`Products::exp_row`] holds.
 #[inline(always)]
 pub(super) unsafe fn exp_row_to_pairs<S: PairLanes>(
     row: *mut f32,

@@ -71,7 +71,7 @@ pub(crate) struct CodeBlock<'a> {
     /// True if codes are e4m3 (fp8).
     pub(crate) is_fp8: bool,
     pub(crate) groups: &'a [CodeGroup],
-    /// As many groups, which are likely to be read next, for prefetches. They need not exist.
+    /// Groups to prefetch, which are likely to be read next: as many as above. They need not exist.
     pub(crate) next: &'a [CodeGroup],
 }
 
