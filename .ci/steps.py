@@ -33,7 +33,7 @@ DEPENDENT = {"CPU": 100}
 EDITS = [
     ("cli/src/main.rs", {"wall": 8}, ["run", "-p", "flashtile-cli", "--", "--version"]),
     ("crates/core/src/problem/mod.rs", {"wall": 5}, ["check", "-p", "flashtile"]),
-    ("crates/cpu/src/kernels/scores.rs", {"wall": 45}, ["build", "--release", "-p", "flashtile"]),
+    ("crates/cpu/src/kernels/shared/scores.rs", {"wall": 45}, ["build", "--release", "-p", "flashtile"]),
 ]
 
 

@@ -2,7 +2,7 @@
 
 use crate::plan::{CpuFacts, CpuPlan};
 use crate::workspace::Workspace;
-use crate::{exec, isa, pool};
+use crate::{forward, isa, pool};
 use flashtile_core::inputs::{self, Inputs, Outputs, RunError};
 use flashtile_core::isa::Isa;
 use flashtile_core::plan::{PlanOptions, Unsupported};
@@ -99,7 +99,7 @@ impl Cpu {
         if plan.workers() > 1 {
             Self::pool_threads()?;
         }
-        exec::run(plan, inputs, outputs, workspace);
+        forward::run(plan, inputs, outputs, workspace);
         Ok(())
     }
 }

@@ -11,7 +11,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod cpu;
-mod exec;
+mod forward;
 mod isa;
 mod kernels;
 pub mod limits;

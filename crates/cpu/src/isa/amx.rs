@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use super::avx512::Avx512;
-use crate::kernels::products::amx::{MatrixUnit, TILE, TILE_CHAINS, TileOperands};
+use crate::kernels::shared::products::amx::{MatrixUnit, TILE, TILE_CHAINS, TileOperands};
 use std::arch::asm;
 
 /// Shape of the tile registers: palette 1, eight tiles of 16 rows of 64 bytes.

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd};
-use crate::kernels::products::f32_fma::F32;
+use crate::kernels::shared::products::f32_fma::F32;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]

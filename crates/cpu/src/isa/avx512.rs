@@ -4,9 +4,9 @@
 
 use super::super::simd::{Elem, LINES, Simd};
 use super::{byte_codes, vnni};
-use crate::kernels::products::bf16_pairs::PairLanes;
-use crate::kernels::products::byte_codes::{ByteLanes, ByteScores, ByteValues};
-use crate::kernels::products::vnni::{IntegerLanes, IntegerScores, IntegerValues};
+use crate::kernels::forward::products::byte_codes::{ByteLanes, ByteScores, ByteValues};
+use crate::kernels::forward::products::vnni::{IntegerLanes, IntegerScores, IntegerValues};
+use crate::kernels::shared::products::bf16_pairs::PairLanes;
 use std::arch::x86_64::*;
 
 /// Vectors of 512 bits. Pairs of bf16 in them also need AVX-512 BF16.
@@ -238,14 +238,14 @@ impl ByteLanes for Avx512 {
 pub(super) mod f32_products {
     use super::Avx512;
     use crate::isa::entry::entry_imports::*;
-    use crate::kernels::products::byte_codes::ByteCodes;
-    use crate::kernels::products::code_block::CodeProducts;
-    use crate::kernels::products::vnni::Vnni;
-    use crate::kernels::state::CodePhases;
+    use crate::kernels::forward::products::byte_codes::ByteCodes;
+    use crate::kernels::forward::products::code_block::CodeProducts;
+    use crate::kernels::forward::products::vnni::Vnni;
+    use crate::kernels::forward::state::CodePhases;
 
     mod elements {
         use super::super::Avx512;
-        use crate::kernels::products::f32_fma::F32;
+        use crate::kernels::shared::products::f32_fma::F32;
         crate::isa::entry::entry_points!(any, Avx512, F32, "avx512f,avx512bw,avx512dq,avx512vl");
     }
     pub(in crate::isa) use elements::LOOPS;
@@ -272,7 +272,7 @@ pub(super) mod vnni_products {
 /// AVX-512 with BF16. The macro `entry_points!` of `entry.rs` writes `kernels` and `LOOPS`.
 pub(super) mod bf16_products {
     use super::Avx512;
-    use crate::kernels::products::bf16_pairs::Bf16Pairs;
+    use crate::kernels::shared::products::bf16_pairs::Bf16Pairs;
     crate::isa::entry::entry_points!(
         pairs,
         Avx512,
@@ -284,6 +284,6 @@ pub(super) mod bf16_products {
 /// AVX-512 with BF16 and AMX: `kernels` and `LOOPS` as above.
 pub(super) mod amx_products {
     use super::Avx512;
-    use crate::kernels::products::amx::Amx;
+    use crate::kernels::shared::products::amx::Amx;
     crate::isa::entry::entry_points!(pairs, Avx512, Amx, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }

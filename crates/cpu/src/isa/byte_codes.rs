@@ -8,8 +8,8 @@
 #![allow(unsafe_code)]
 
 use super::vnni::{prefetch, transpose};
-use crate::kernels::products::byte_codes::{ByteScores, ByteValues};
-use crate::kernels::products::code_block::GROUP;
+use crate::kernels::forward::products::byte_codes::{ByteScores, ByteValues};
+use crate::kernels::forward::products::code_block::GROUP;
 use flashtile_core::codec::{FP8_SCALE_UNIT, SCALE_UNIT};
 use std::arch::x86_64::*;
 
@@ -307,8 +307,8 @@ unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, colu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::mat::{Mat, MatMut};
-    use crate::kernels::products::code_block::{CodeBlock, CodeGroup};
+    use crate::kernels::forward::products::code_block::{CodeBlock, CodeGroup};
+    use crate::kernels::shared::mat::{Mat, MatMut};
     use crate::plan::STREAM_ROWS;
     use flashtile_core::codec::RowLayout;
     use flashtile_testkit::Rng;

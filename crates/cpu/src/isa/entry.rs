@@ -1,8 +1,9 @@
 //! The functions that an ISA file defines, as macros: each phase of the kernels is instantiated and compiled with the target
 //! features of the instruction set.
 
-use crate::kernels::state::{PackKeys, PackValues};
-use crate::kernels::state::{TaskState, Tile};
+use crate::kernels::forward::state::TaskState;
+use crate::kernels::shared::score_task::{ScoreTask, Tile};
+use crate::kernels::shared::scores::{PackKeys, PackValues};
 use std::ops::Range;
 
 /// Writes functions that are compiled with target features.
@@ -33,19 +34,19 @@ macro_rules! element_entries {
     ($module:ident, $S:ty, $P:ty, $features:tt, $E:ty, $R:ty) => {
         mod $module {
             use super::*;
-            use crate::kernels::phases;
+            use crate::kernels::forward::phases;
             crate::isa::entry::entry! { $features
-                fn pack_keys(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
-                    phases::pack_keys::<$S, $P, $R>(work, block, columns)
+                fn pack_keys(task: &ScoreTask<'_>, block: usize, columns: &Range<usize>) {
+                    phases::pack_keys::<$S, $P, $R>(task, block, columns)
                 }
-                fn stream_scores(work: &TaskState<'_>, tile: &Tile) {
-                    phases::stream_scores::<$S, $P, $R>(work, tile)
+                fn stream_scores(task: &ScoreTask<'_>, tile: &Tile) {
+                    phases::stream_scores::<$S, $P, $R>(task, tile)
                 }
-                fn pack_values(work: &TaskState<'_>, first: usize, keys: &Range<usize>, dst: MatMut) {
-                    phases::pack_values::<$S, $P, $E>(work, first, keys, dst)
+                fn pack_values(task: &ScoreTask<'_>, first: usize, keys: &Range<usize>, dst: MatMut) {
+                    phases::pack_values::<$S, $P, $E>(task, first, keys, dst)
                 }
                 fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
-                    <$P as Products<$S>>::stream_values::<$E>(work, tile, columns)
+                    <$P as StreamValues<$S>>::stream_values::<$E>(work, tile, columns)
                 }
             }
             pub(super) const SCORES: ScoresOf = ScoresOf { pack: pack_keys, stream: stream_scores };
@@ -82,7 +83,7 @@ pub(super) use code_entries;
 #[derive(Clone, Copy)]
 pub(super) struct ScoresOf {
     pub(super) pack: PackKeys,
-    pub(super) stream: unsafe fn(&TaskState<'_>, &Tile),
+    pub(super) stream: unsafe fn(&ScoreTask<'_>, &Tile),
 }
 
 /// The phases of values that depend on how values are stored.
@@ -101,8 +102,8 @@ macro_rules! entry_points {
         crate::isa::entry::element_entries!(f16_elements, $S, $P, [$($features)?], F16, Single<F16>);
         crate::isa::entry::element_entries!(bf16_elements, $S, $P, [$($features)?], Bf16, Double);
         crate::isa::entry::entry! { [$($features)?]
-            fn pack_key_codes(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
-                phases::pack_key_codes::<$S>(work, block, columns)
+            fn pack_key_codes(task: &ScoreTask<'_>, block: usize, columns: &Range<usize>) {
+                phases::pack_key_codes::<$S>(task, block, columns)
             }
         }
 
@@ -141,8 +142,8 @@ macro_rules! entry_points {
 
         crate::isa::entry::entry! { $features
             fn configure() -> MatrixUnitGuard { <$P as Products<$S>>::configure() }
-            fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S, $P>(work) }
-            fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S, $P>(work, tile) }
+            fn pack_queries(task: &ScoreTask<'_>) { phases::pack_queries::<$S, $P>(task) }
+            fn packed_scores(task: &ScoreTask<'_>, tile: &Tile) { phases::packed_scores::<$S, $P>(task, tile) }
             fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S, $P>(work, tile) }
             fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, packed_v: Mat) {
                 phases::packed_values::<$S, $P>(work, tile, columns, packed_v)
@@ -153,7 +154,7 @@ macro_rules! entry_points {
                 phases::finish::<$S>(work, first, rows, state)
             }
             fn peak_loop(rounds: u64) -> f32 { <$P as Products<$S>>::peak_loop(rounds) }
-            fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::loops::read_loop::<$S>(p, len) }
+            fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::shared::loops::read_loop::<$S>(p, len) }
         }
 
         /// The loops that measure the limits of this instruction set.
@@ -165,13 +166,15 @@ macro_rules! entry_points {
 
         fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
             Kernels {
+                scores: ScoreKernels {
+                    pack_queries,
+                    pack_keys: scores.pack,
+                    packed_scores,
+                    stream_scores: scores.stream,
+                },
                 key_steps: products::key_steps::<$S, $P>(),
                 code_phases: &[],
                 configure,
-                pack_queries,
-                pack_keys: scores.pack,
-                packed_scores,
-                stream_scores: scores.stream,
                 probs,
                 pack_values: values.pack,
                 packed_values,
@@ -188,14 +191,15 @@ pub(super) use entry_points;
 /// The names that [`entry_points`] uses.
 pub(super) mod entry_imports {
     pub(in crate::isa) use super::{ScoresOf, ValuesOf};
-    pub(in crate::isa) use crate::kernels::loops::Loops;
-    pub(in crate::isa) use crate::kernels::mat::{Mat, MatMut};
-    pub(in crate::isa) use crate::kernels::matrix_unit::MatrixUnitGuard;
-    pub(in crate::isa) use crate::kernels::phases;
-    pub(in crate::isa) use crate::kernels::products::{self, Products};
-    pub(in crate::isa) use crate::kernels::state::{Fold, RowState};
-    pub(in crate::isa) use crate::kernels::state::{Kernels, Storage};
-    pub(in crate::isa) use crate::kernels::state::{TaskState, Tile};
+    pub(in crate::isa) use crate::kernels::forward::phases;
+    pub(in crate::isa) use crate::kernels::forward::products::stream_values::StreamValues;
+    pub(in crate::isa) use crate::kernels::forward::state::{Fold, Kernels, RowState, Storage, TaskState};
+    pub(in crate::isa) use crate::kernels::shared::loops::Loops;
+    pub(in crate::isa) use crate::kernels::shared::mat::{Mat, MatMut};
+    pub(in crate::isa) use crate::kernels::shared::matrix_unit::MatrixUnitGuard;
+    pub(in crate::isa) use crate::kernels::shared::products::{self, Products};
+    pub(in crate::isa) use crate::kernels::shared::score_task::{ScoreTask, Tile};
+    pub(in crate::isa) use crate::kernels::shared::scores::ScoreKernels;
     pub(in crate::isa) use crate::simd::{Bf16, Double, F16, Single};
     pub(in crate::isa) use flashtile_core::dtype::Dtype;
     pub(in crate::isa) use std::ops::Range;

@@ -17,8 +17,8 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
-use crate::kernels::loops::Loops;
-use crate::kernels::state::{Kernels, Storage};
+use crate::kernels::forward::state::{Kernels, Storage};
+use crate::kernels::shared::loops::Loops;
 use crate::plan::CpuFacts;
 use crate::pool;
 use flashtile_core::isa::{Isa, IsaToken};

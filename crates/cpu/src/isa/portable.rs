@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd};
-use crate::kernels::products::f32_fma::F32;
+use crate::kernels::shared::products::f32_fma::F32;
 use flashtile_core::isa::Isa;
 use half::{bf16, f16};
 
@@ -216,8 +216,8 @@ crate::isa::entry::entry_points!(any, Portable, F32);
 #[cfg(test)]
 mod emulated {
     use super::{Array, from_fn};
-    use crate::kernels::products::amx::{MatrixUnit, TILE, TileOperands};
-    use crate::kernels::products::bf16_pairs::PairLanes;
+    use crate::kernels::shared::products::amx::{MatrixUnit, TILE, TileOperands};
+    use crate::kernels::shared::products::bf16_pairs::PairLanes;
     use half::bf16;
 
     /// Both bf16 of a pair.
@@ -279,7 +279,7 @@ mod emulated {
 /// Kernels of pairs that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_pairs {
-    use crate::kernels::products::bf16_pairs::Bf16Pairs;
+    use crate::kernels::shared::products::bf16_pairs::Bf16Pairs;
     type Emulated = super::Array<16>;
     crate::isa::entry::entry_points!(pairs, Emulated, Bf16Pairs);
 }
@@ -287,7 +287,7 @@ pub(crate) mod emulated_pairs {
 /// Kernels of tiles that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_tiles {
-    use crate::kernels::products::amx::Amx;
+    use crate::kernels::shared::products::amx::Amx;
     type Emulated = super::Array<16>;
     crate::isa::entry::entry_points!(pairs, Emulated, Amx);
 }

@@ -5,8 +5,8 @@
 
 #![allow(unsafe_code)]
 
-use crate::kernels::products::code_block::{CODE_KEYS, CodeGroup, GROUP};
-use crate::kernels::products::vnni::{IntegerScores, IntegerValues};
+use crate::kernels::forward::products::code_block::{CODE_KEYS, CodeGroup, GROUP};
+use crate::kernels::forward::products::vnni::{IntegerScores, IntegerValues};
 use flashtile_core::codec::SCALE_UNIT;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use std::arch::x86_64::*;
