@@ -31,8 +31,8 @@ pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
 pub use flashtile_core::plan::{AnyPlan, KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
-    Dims, HeadShape, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences, SharedPrefix,
-    Visibility,
+    Dims, HeadShape, KvStorage, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences,
+    SharedPrefix, Visibility,
 };
 pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError};
 pub use flashtile_cpu::cpu::Cpu;
@@ -51,8 +51,8 @@ pub mod problem {
         MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,
     };
     pub use flashtile_core::problem::{
-        Dims, HeadShape, Positional, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence,
-        Sequences, SharedPrefix, Side, Visibility,
+        Dims, HeadShape, KeyColumnsError, KvStorage, Positional, Problem, ProblemDesc, ProblemError, QOffset,
+        SeqLens, Sequence, Sequences, SharedPrefix, Side, Visibility,
     };
 }
 

@@ -184,13 +184,9 @@ fn headers_that_say_something_else_are_refused() {
     number(1, 1 << 40, &format!("kv_heads {} is outside 1..={MAX_LEN}", 1u64 << 40));
     number(2, 513, "head_dim 513 is outside 1..=512");
     number(3, 0, "value_dim 0 is outside 1..=512");
-    number(4, 8, &format!("snapshot keeps tokens 8..7, expected a range that ends at {MAX_LEN} or before"));
+    number(4, 8, &format!("snapshot keeps tokens 8..7, expected a range that ends by {MAX_LEN}"));
     let far = MAX_LEN as u64 + 1;
-    number(
-        5,
-        far,
-        &format!("snapshot keeps tokens 0..{far}, expected a range that ends at {MAX_LEN} or before"),
-    );
+    number(5, far, &format!("snapshot keeps tokens 0..{far}, expected a range that ends by {MAX_LEN}"));
     let name = |name: &[u8]| [name, &vec![0; 16 - name.len()]].concat();
     refuse(NAMES, &name(b"int9"), "snapshot has another codec of k than this version reads");
     refuse(NAMES + 16, &name(b""), "snapshot has another codec of v than this version reads");

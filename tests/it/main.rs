@@ -20,6 +20,7 @@ mod external;
 mod front_door;
 mod hostile;
 mod invariance;
+mod key_columns;
 mod merge;
 mod mlx;
 mod plans;

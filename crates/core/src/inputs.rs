@@ -5,7 +5,7 @@ use crate::block_tables::TableError;
 use crate::codec::{Codec, KvView};
 use crate::dtype::{Dtype, MaskKind};
 use crate::limits::MAX_ALIBI_SLOPE;
-use crate::problem::{Problem, Sequences};
+use crate::problem::{KvStorage, Problem, Sequences};
 use crate::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
 
 /// Tensors that a forward run reads.
@@ -16,7 +16,8 @@ pub struct Inputs<'a> {
     pub q: TensorView<'a>,
     /// `[batch, kv_heads, kv_len, head_dim]`; for cached sequences the pages `[pages, kv_heads, page_size, head_dim]`.
     pub k: KvView<'a>,
-    /// `[batch, kv_heads, kv_len, value_dim]`; for cached sequences the pages `[pages, kv_heads, page_size, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`; for cached sequences the pages `[pages, kv_heads, page_size, value_dim]`. With
+    /// [`KvStorage::KeyColumns`] these are the [first columns](KvView::first_columns) of `k`.
     pub v: KvView<'a>,
     /// Which page holds which token. Present if and only if the problem's sequences are cached; `lens` equal its
     /// `kv_lens`. Rows of the pages without a visible token may hold anything, NaN included.
@@ -109,6 +110,8 @@ pub enum RunError {
         /// The codec of the keys or values.
         got: Codec,
     },
+    /// Values are columns of the keys by the problem, and `v` is not the first columns of `k`.
+    NotKeyColumns,
     /// A list does not have the length that the problem says.
     Length {
         /// Name of the list.
@@ -235,6 +238,7 @@ impl std::fmt::Display for RunError {
             }
             Self::Dtype { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
             Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::NotKeyColumns => f.write_str("v is not the first columns of k, as the problem says"),
             Self::Length { tensor, expected, got } => {
                 write!(f, "{tensor} has {got} elements, expected {expected}")
             }
@@ -458,6 +462,9 @@ pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     let given = InputShapes::of(inputs);
     given.check(problem)?;
+    if problem.kv_storage() == KvStorage::KeyColumns && !inputs.v.is_first_columns_of(&inputs.k) {
+        return Err(RunError::NotKeyColumns);
+    }
     check_slopes(inputs.alibi_slopes)?;
     inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
 }

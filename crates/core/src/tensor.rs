@@ -276,6 +276,35 @@ impl<'a> TensorView<'a> {
         self.strides
     }
 
+    /// The first `columns` elements of every row, in the same memory.
+    ///
+    /// ```
+    /// # use flashtile::TensorView;
+    /// let rows = vec![0.5f32; 3 * 24];
+    /// let k = TensorView::bhsd(&rows, [1, 1, 3, 24])?;
+    /// let v = k.first_columns(16);
+    /// assert_eq!((v.shape(), v.strides()), ([1, 1, 3, 16], k.strides()));
+    /// # Ok::<(), flashtile::ViewError>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If rows have fewer elements.
+    #[must_use]
+    pub fn first_columns(&self, columns: usize) -> Self {
+        let [batch, heads, rows, dim] = self.shape;
+        assert!(columns <= dim, "the first {columns} elements of rows of {dim}");
+        Self { shape: [batch, heads, rows, columns], ..*self }
+    }
+
+    /// Returns true if the rows are the first elements of the rows of `other`, in the same memory.
+    #[must_use]
+    pub fn is_first_columns_of(&self, other: &Self) -> bool {
+        let ([.., columns], [.., dim]) = (self.shape, other.shape);
+        columns <= dim
+            && (self.ptr, self.dtype, self.strides) == (other.ptr, other.dtype, other.strides)
+            && self.shape[..3] == other.shape[..3]
+    }
+
     /// Address of element `[b, h, row, 0]`. Whoever dereferences it claims that the element exists.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *const u8 {
         let [sb, sh, sr, _] = self.strides;

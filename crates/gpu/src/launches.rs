@@ -10,7 +10,7 @@ use crate::shape::{Shape, count};
 use crate::tile::{MAX_SPLITS, Tiling};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{Problem, Visibility};
+use flashtile_core::problem::{KvStorage, Problem, Visibility};
 use flashtile_core::scoring::log2_factors;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Instance, ScalarType};
@@ -159,9 +159,13 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::Tile`], [`Unsupported::Splits`], [`Unsupported::Position`], [`Unsupported::Size`] or [`Unsupported::Instance`].
+    /// [`Unsupported::Tile`], [`Unsupported::Splits`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::KeyColumns`] or
+    /// [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let Tiling { tile, splits } = tiling.into();
+        if problem.kv_storage() == KvStorage::KeyColumns {
+            return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
+        }
         tile.check(problem)?;
         if splits == 0 {
             return Err(Unsupported::Splits { got: splits, max: MAX_SPLITS });

@@ -4,7 +4,7 @@ use super::error::CacheError;
 use crate::codec::Codec;
 use crate::dtype::Dtype;
 use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
-use crate::problem::{HeadShape, ProblemDesc, SeqLens};
+use crate::problem::{HeadShape, KvStorage, ProblemDesc, SeqLens};
 
 /// How tokens are laid out. Units are tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -82,6 +82,9 @@ pub struct CacheDesc {
     pub k: Codec,
     /// Codec of the values.
     pub v: Codec,
+    /// Where values lie. With [`KvStorage::KeyColumns`] the cache stores keys only, and `v` equals `k`.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub kv_storage: KvStorage,
 }
 
 impl CacheDesc {
@@ -89,13 +92,26 @@ impl CacheDesc {
     #[must_use]
     pub const fn new(layout: CacheLayout, shape: CacheShape, codec: Codec) -> Self {
         let CacheShape { layers, kv_heads, head_dim, value_dim } = shape;
-        Self { layout, layers, kv_heads, head_dim, value_dim, k: codec, v: codec }
+        Self {
+            layout,
+            layers,
+            kv_heads,
+            head_dim,
+            value_dim,
+            k: codec,
+            v: codec,
+            kv_storage: KvStorage::Separate,
+        }
     }
 
     /// Bytes of one token in all layers; saturating.
     #[must_use]
     pub const fn token_bytes(&self) -> usize {
-        let row = self.k.row_bytes(self.head_dim).saturating_add(self.v.row_bytes(self.value_dim));
+        let value_bytes = match self.kv_storage {
+            KvStorage::Separate => self.v.row_bytes(self.value_dim),
+            KvStorage::KeyColumns => 0,
+        };
+        let row = self.k.row_bytes(self.head_dim).saturating_add(value_bytes);
         self.layers.saturating_mul(self.kv_heads).saturating_mul(row)
     }
 
@@ -152,8 +168,10 @@ impl CacheDesc {
         {
             return Err(CacheError::Dimension { name, got, max });
         }
+        self.kv_storage.check([self.head_dim, self.value_dim], [self.k, self.v])?;
+        let values_have_rows = self.kv_storage == KvStorage::Separate;
         for (tensor, codec, dim) in [("k", self.k, self.head_dim), ("v", self.v, self.value_dim)] {
-            if !codec.supports(dim) {
+            if !codec.supports(dim) && (tensor == "k" || values_have_rows) {
                 return Err(CacheError::CodecDim { tensor, codec, dim });
             }
         }
@@ -183,6 +201,7 @@ impl ProblemDesc {
         let CacheDesc { kv_heads, head_dim, value_dim, .. } = *cache;
         let mut desc = Self::cached(HeadShape { q_heads, kv_heads, head_dim, value_dim }, dtype, lens);
         (desc.k_codec, desc.v_codec) = (Some(cache.k), Some(cache.v));
+        desc.kv_storage = cache.kv_storage;
         desc
     }
 }

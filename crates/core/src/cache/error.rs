@@ -2,6 +2,7 @@
 
 use super::seq_id::SeqId;
 use crate::codec::{Codec, EncodeError};
+use crate::problem::KeyColumnsError;
 use std::fmt;
 
 /// Why an operation on a cache was refused. The cache is unchanged.
@@ -26,6 +27,8 @@ pub enum CacheError {
         /// Elements of a row.
         dim: usize,
     },
+    /// Values that are columns of the keys were described, given or asked for in a way that cannot be.
+    KeyColumns(KeyColumnsError),
     /// The pools of the cache are too large to be addressed.
     SizeOverflow {
         /// Number of layers.
@@ -227,6 +230,12 @@ pub enum CacheError {
     },
 }
 
+impl From<KeyColumnsError> for CacheError {
+    fn from(error: KeyColumnsError) -> Self {
+        Self::KeyColumns(error)
+    }
+}
+
 impl fmt::Display for CacheError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -234,6 +243,7 @@ impl fmt::Display for CacheError {
             Self::CodecDim { tensor, codec, dim } => {
                 write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
             }
+            Self::KeyColumns(error) => error.fmt(f),
             Self::SizeOverflow { layers, pool } => {
                 write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
             }
@@ -280,10 +290,7 @@ impl fmt::Display for CacheError {
                 write!(f, "snapshot has {got} bytes, expected {expected}")
             }
             Self::SnapshotRange { first, end, max } => {
-                write!(
-                    f,
-                    "snapshot keeps tokens {first}..{end}, expected a range that ends at {max} or before"
-                )
+                write!(f, "snapshot keeps tokens {first}..{end}, expected a range that ends by {max}")
             }
             Self::SnapshotMean { layer } => {
                 write!(f, "snapshot has keys of layer {layer} with another mean than this cache has")

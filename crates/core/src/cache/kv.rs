@@ -5,11 +5,12 @@ use super::error::CacheError;
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
-use super::store::{HostStore, Layer};
+use super::store::HostStore;
 use super::table::{PageCopy, RowRun, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;
+use crate::problem::KeyColumnsError;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
@@ -112,11 +113,15 @@ impl KvCache {
             }
         }
         let of = &self.store.layers[layer];
+        if of.v.is_none() && !v.is_first_columns_of(k) {
+            return Err(KeyColumnsError::OtherMemory.into());
+        }
         let mean_of = |slot: &KvView<'_>| match slot {
             KvView::Elements(_) => None,
             KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
         };
-        if mean_of(k).as_deref() != of.k.codes().and_then(CodePages::mean) || mean_of(v).is_some() {
+        let v_has_mean = of.v.is_some() && mean_of(v).is_some();
+        if mean_of(k).as_deref() != of.k.codes().and_then(CodePages::mean) || v_has_mean {
             return Err(CacheError::Mean { layer });
         }
         self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
@@ -125,7 +130,9 @@ impl KvCache {
         self.written[layer] |= !kept.is_empty();
         for run in self.table.runs(seq, kept.clone())? {
             of.k.load(run, kept.start + run.at, k);
-            of.v.load(run, kept.start + run.at, v);
+            if let Some(pool) = &mut of.v {
+                pool.load(run, kept.start + run.at, v);
+            }
         }
         Ok(())
     }
@@ -135,7 +142,8 @@ impl KvCache {
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] if more tokens are kept than the
-    /// slot has rows, [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    /// slot has rows, [`CacheError::KeyColumns`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
     pub fn slot(
         &self,
         layer: usize,
@@ -148,7 +156,10 @@ impl KvCache {
         let of = &self.store.layers[layer];
         let (tensor, pool, codec, dim) = match side {
             Side::Keys => ("k", &of.k, self.desc.k, self.desc.head_dim),
-            Side::Values => ("v", &of.v, self.desc.v, self.desc.value_dim),
+            Side::Values => {
+                let pool = of.v.as_ref().ok_or(KeyColumnsError::NoRows)?;
+                ("v", pool, self.desc.v, self.desc.value_dim)
+            }
         };
         let codes = pool.codes().ok_or(CacheError::NotCodes { tensor, codec })?;
         if capacity < kept.len().max(1) {
@@ -169,18 +180,18 @@ impl KvCache {
         Ok(slot)
     }
 
-    /// The pools of a layer: K `[pages, kv_heads, page_size, head_dim]` and V `[pages, kv_heads, page_size, value_dim]`, dense.
-    /// Rows without a token must not be read.
+    /// The pools of a layer: K `[pages, kv_heads, page_size, head_dim]` and V `[pages, kv_heads, page_size, value_dim]`. Both are dense,
+    /// except that V is a view of K where values are columns of the keys. Rows without a token must not be read.
     ///
     /// # Errors
     /// [`CacheError::Layer`] or [`CacheError::NotElements`].
     pub fn pages(&self, layer: usize) -> Result<(TensorView<'_>, TensorView<'_>), CacheError> {
         self.desc.check_layer(layer)?;
-        let Layer { k, v, .. } = &self.store.layers[layer];
+        let (k, v) = self.store.layers[layer].kv_views();
         let (k_codec, v_codec) = (self.desc.k, self.desc.v);
-        let k = k.view().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
-        let v = v.view().ok_or(CacheError::NotElements { tensor: "v", codec: v_codec })?;
-        Ok((k, v))
+        let k = k.elements().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
+        let v = v.elements().ok_or(CacheError::NotElements { tensor: "v", codec: v_codec })?;
+        Ok((*k, *v))
     }
 
     /// The pools of a layer in any codec, as inputs of attention.
@@ -189,8 +200,7 @@ impl KvCache {
     /// [`CacheError::Layer`].
     pub fn kv_pages(&self, layer: usize) -> Result<(KvView<'_>, KvView<'_>), CacheError> {
         self.desc.check_layer(layer)?;
-        let Layer { k, v, .. } = &self.store.layers[layer];
-        Ok((k.kv_view(), v.kv_view()))
+        Ok(self.store.layers[layer].kv_views())
     }
 
     /// Inputs of attention over one layer. `tables` come from [`KvCache::tables`] for the sequences of the batch.
@@ -301,17 +311,17 @@ impl<S: PageStore> KvCache<S> {
 
     /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total,
     /// head_dim]` and `v` `[1, kv_heads, total, value_dim]`, of any dtype: the rows of the sequences one after
-    /// another, as many as listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept
-    /// are skipped.
+    /// another, as many as listed; [`TensorView::packed`] makes such views. Where values are columns of the keys, `v` is
+    /// [`k.first_columns(value_dim)`](TensorView::first_columns). Rows of tokens that are no longer kept are skipped.
     ///
     /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized
     /// rows are encoded independently, so that their bytes do not depend on how many are written at once. Pages
     /// shared with another sequence are copied before they are written, in all layers.
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
-    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
-    /// [`CacheError::Memory`].
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::KeyColumns`], [`CacheError::Row`], [`CacheError::Tokens`],
+    /// [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`],
+    /// [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
     pub fn write(
         &mut self,
         layer: usize,

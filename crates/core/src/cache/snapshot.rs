@@ -5,12 +5,16 @@ use super::error::CacheError;
 use super::table::reserve;
 use crate::codec::Codec;
 use crate::limits::MAX_LEN;
+use crate::problem::{KeyColumnsError, KvStorage};
 use std::ops::Range;
 
 /// The first bytes of a snapshot: magic, version, and the byte order of the machine that wrote it.
 const MAGIC: [u8; 8] = *b"ftkvsnap";
 const VERSION: u32 = 1;
 const ORDER: u32 = 0x0102_0304;
+
+/// Stands for the codec of values that are columns of the keys.
+const KEY_COLUMNS: &str = "key_columns";
 
 /// Bytes of a codec's name, padded with zeros.
 const NAME: usize = 16;
@@ -94,8 +98,12 @@ impl Snapshot {
         let fields =
             [desc.layers, desc.kv_heads, desc.head_dim, desc.value_dim, self.kept.start, self.kept.end];
         bytes.extend(fields.iter().flat_map(|x| (*x as u64).to_ne_bytes()));
-        for codec in [desc.k, desc.v] {
-            let name = codec.name().bytes();
+        let v = match desc.kv_storage {
+            KvStorage::Separate => desc.v.name(),
+            KvStorage::KeyColumns => KEY_COLUMNS,
+        };
+        for name in [desc.k.name(), v] {
+            let name = name.bytes();
             bytes.extend(name.chain(std::iter::repeat(0)).take(NAME));
         }
         bytes.extend(self.means.iter().map(|mean| u8::from(mean.is_some())));
@@ -143,17 +151,24 @@ impl Snapshot {
         if first > end || end > MAX_LEN {
             return Err(CacheError::SnapshotRange { first, end, max: MAX_LEN });
         }
-        let mut codec = |field| {
+        let mut name = || -> Result<&[u8], CacheError> {
             let name = take(&mut rest, NAME).ok_or(length(HEADER))?;
-            let name = name.iter().rposition(|x| *x != 0).map_or(&[][..], |last| &name[..=last]);
+            Ok(name.iter().rposition(|x| *x != 0).map_or(&[][..], |last| &name[..=last]))
+        };
+        let codec = |name: &[u8], field| {
             let known = Codec::ALL.into_iter().find(|codec| codec.name().as_bytes() == name);
             known.ok_or(CacheError::SnapshotHeader { field })
         };
-        let (k, v) = (codec("codec of k")?, codec("codec of v")?);
+        let (k, v) = (codec(name()?, "codec of k")?, name()?);
+        let (v, kv_storage) = if v == KEY_COLUMNS.as_bytes() {
+            (k, KvStorage::KeyColumns)
+        } else {
+            (codec(v, "codec of v")?, KvStorage::Separate)
+        };
         let kept = end - first;
         let layout = CacheLayout::Contiguous { slots: 1, capacity: kept.max(1) };
         let mut desc = CacheDesc::new(layout, CacheShape { layers, kv_heads, head_dim, value_dim }, k);
-        desc.v = v;
+        (desc.v, desc.kv_storage) = (v, kv_storage);
         desc.validate()?;
 
         let flags = take(&mut rest, layers).ok_or(length(HEADER.saturating_add(layers)))?;
@@ -210,6 +225,9 @@ impl Snapshot {
             if got != expected {
                 return Err(CacheError::SnapshotCodec { tensor, expected, got });
             }
+        }
+        if self.desc.kv_storage != desc.kv_storage {
+            return Err(KeyColumnsError::Snapshot.into());
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use crate::codec::{CodePages, Codec, KvView, Side, convert};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
+use crate::problem::{KeyColumnsError, KvStorage};
 use crate::tensor::dense;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -61,14 +62,6 @@ impl Pool {
         }
     }
 
-    /// The rows as a tensor; `None` if they are quantized.
-    pub(super) fn view(&self) -> Option<TensorView<'_>> {
-        match self.kv_view() {
-            KvView::Elements(view) => Some(view),
-            KvView::Codes(_) => None,
-        }
-    }
-
     /// The rows as an input of attention.
     pub(super) fn kv_view(&self) -> KvView<'_> {
         match &self.rows {
@@ -119,9 +112,9 @@ impl Pool {
         }
     }
 
-    /// Reads rows into a tensor `[1, heads, tokens, dim]`.
+    /// Reads rows into a tensor `[1, heads, tokens, dim]`, or as many of their first elements as it has columns.
     fn read(&self, run: RowRun, tensor: &mut TensorViewMut<'_>) {
-        let dtype = tensor.dtype();
+        let (dtype, columns) = (tensor.dtype(), tensor.shape()[3]);
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..self.shape[3]];
         for head in 0..self.heads() {
@@ -132,14 +125,14 @@ impl Pool {
                     Rows::Elements(memory, from) => {
                         convert::convert(
                             *from,
-                            &memory[at + row * self.row_bytes..][..self.row_bytes],
+                            &memory[at + row * self.row_bytes..][..columns * from.bytes()],
                             dtype,
                             into,
                         );
                     }
                     Rows::Codes(codes) => {
                         codes.read(run.page, head, run.row + row, x);
-                        convert::from_f32(x, dtype, into);
+                        convert::from_f32(&x[..columns], dtype, into);
                     }
                 }
             }
@@ -252,18 +245,26 @@ const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usi
 #[derive(Debug)]
 pub(super) struct Layer {
     pub(super) k: Pool,
-    pub(super) v: Pool,
+    /// `None` where values are columns of the keys.
+    pub(super) v: Option<Pool>,
+    value_dim: usize,
 }
 
 impl Layer {
-    /// Both pools.
-    fn pools(&self) -> [&Pool; 2] {
-        [&self.k, &self.v]
+    /// Keys and values as inputs of attention.
+    pub(super) fn kv_views(&self) -> (KvView<'_>, KvView<'_>) {
+        let k = self.k.kv_view();
+        (k, self.v.as_ref().map_or_else(|| k.first_columns(self.value_dim), Pool::kv_view))
     }
 
-    /// Both pools.
-    fn pools_mut(&mut self) -> [&mut Pool; 2] {
-        [&mut self.k, &mut self.v]
+    /// The pools: of keys, then of values that have rows of their own.
+    fn pools(&self) -> impl Iterator<Item = &Pool> {
+        std::iter::once(&self.k).chain(&self.v)
+    }
+
+    /// [`Layer::pools`].
+    fn pools_mut(&mut self) -> impl Iterator<Item = &mut Pool> {
+        std::iter::once(&mut self.k).chain(&mut self.v)
     }
 }
 
@@ -279,10 +280,14 @@ impl HostStore {
     pub(super) fn new(desc: &CacheDesc) -> Result<Self, CacheError> {
         let mut layers = Vec::new();
         super::table::reserve(&mut layers, desc.layers)?;
-        let [k, v] = desc.pools();
+        let [k_shape, v_shape] = desc.pools();
         for _ in 0..desc.layers {
-            layers
-                .push(Layer { k: Pool::new(desc.k, Side::Keys, k)?, v: Pool::new(desc.v, Side::Values, v)? });
+            let k = Pool::new(desc.k, Side::Keys, k_shape)?;
+            let v = match desc.kv_storage {
+                KvStorage::Separate => Some(Pool::new(desc.v, Side::Values, v_shape)?),
+                KvStorage::KeyColumns => None,
+            };
+            layers.push(Layer { k, v, value_dim: desc.value_dim });
         }
         Ok(Self { desc: *desc, layers })
     }
@@ -291,7 +296,7 @@ impl HostStore {
     #[cfg(feature = "testkit")]
     pub(super) fn poison(&mut self, held: &[bool]) {
         for layer in &mut self.layers {
-            layer.pools_mut().into_iter().for_each(|pool| pool.poison(held));
+            layer.pools_mut().for_each(|pool| pool.poison(held));
         }
     }
 }
@@ -315,13 +320,16 @@ impl PageStore for HostStore {
 
     fn check(&self, layer: usize, k: &TensorView<'_>, v: &TensorView<'_>) -> Result<(), CacheError> {
         let of = &self.layers[layer];
+        if of.v.is_none() && !v.is_first_columns_of(k) {
+            return Err(KeyColumnsError::OtherMemory.into());
+        }
         let refused = |tensor| {
             move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }
         };
         if let Some(codes) = of.k.codes() {
             CodePages::check(k, codes.mean()).map_err(refused("k"))?;
         }
-        if of.v.codes().is_some() {
+        if of.v.as_ref().and_then(Pool::codes).is_some() {
             CodePages::check(v, None).map_err(refused("v"))?;
         }
         Ok(())
@@ -356,10 +364,12 @@ impl PageStore for HostStore {
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        let Layer { k: k_pool, v: v_pool } = &mut self.layers[layer];
+        let Layer { k: k_pool, v: v_pool, .. } = &mut self.layers[layer];
         for run in runs {
             k_pool.write(*run, k);
-            v_pool.write(*run, v);
+            if let Some(pool) = v_pool {
+                pool.write(*run, v);
+            }
         }
         Ok(())
     }
@@ -374,7 +384,7 @@ impl PageStore for HostStore {
         let of = &self.layers[layer];
         for run in runs {
             of.k.read(*run, k);
-            of.v.read(*run, v);
+            of.v.as_ref().unwrap_or(&of.k).read(*run, v);
         }
         Ok(())
     }

@@ -31,6 +31,29 @@ impl<'a> KvView<'a> {
         }
     }
 
+    /// The first `columns` elements of every row, in the same memory: the values of
+    /// [`KvStorage::KeyColumns`](crate::problem::KvStorage::KeyColumns).
+    ///
+    /// # Panics
+    /// If rows have fewer elements.
+    #[must_use]
+    pub fn first_columns(&self, columns: usize) -> Self {
+        match self {
+            Self::Elements(view) => Self::Elements(view.first_columns(columns)),
+            Self::Codes(codes) => Self::Codes(codes.first_columns(columns)),
+        }
+    }
+
+    /// Returns true if the rows are the first elements of the rows of `other`, in the same memory.
+    #[must_use]
+    pub fn is_first_columns_of(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Elements(view), Self::Elements(other)) => view.is_first_columns_of(other),
+            (Self::Codes(codes), Self::Codes(other)) => codes.is_first_columns_of(other),
+            (Self::Elements(_), Self::Codes(_)) | (Self::Codes(_), Self::Elements(_)) => false,
+        }
+    }
+
     /// The tensor, if rows are plain elements.
     #[must_use]
     pub const fn elements(&self) -> Option<&TensorView<'a>> {

@@ -120,6 +120,7 @@ impl CodePages {
             codec: self.codec,
             coder: &self.coder,
             shape: self.shape,
+            columns: self.shape[3],
             mean: self.mean(),
         }
     }
@@ -240,7 +241,10 @@ pub struct CodesView<'a> {
     bytes: &'a [u8],
     codec: Codec,
     coder: &'a Coder,
+    /// Of the stored rows.
     shape: [usize; 4],
+    /// Elements of a row that the view shows.
+    columns: usize,
     mean: Option<&'a [f32]>,
 }
 
@@ -254,10 +258,29 @@ impl<'a> CodesView<'a> {
     /// `[pages, heads, page, dim]`.
     #[must_use]
     pub const fn shape(&self) -> [usize; 4] {
-        self.shape
+        let [pages, heads, page, _] = self.shape;
+        [pages, heads, page, self.columns]
     }
 
-    /// The mean `[heads, dim]` that is subtracted from rows.
+    /// The first `columns` elements of every row.
+    ///
+    /// # Panics
+    /// If rows have fewer elements.
+    #[must_use]
+    pub fn first_columns(&self, columns: usize) -> Self {
+        assert!(columns <= self.columns, "the first {columns} elements of rows of {}", self.columns);
+        Self { columns, ..*self }
+    }
+
+    /// Returns true if the rows are the first elements of the rows of `other`, in the same memory.
+    #[must_use]
+    pub fn is_first_columns_of(&self, other: &Self) -> bool {
+        std::ptr::eq(self.bytes, other.bytes)
+            && (self.codec, self.shape) == (other.codec, other.shape)
+            && self.columns <= other.columns
+    }
+
+    /// The mean `[heads, dim]` that is subtracted from stored rows.
     #[must_use]
     pub const fn means(&self) -> Option<&'a [f32]> {
         self.mean
@@ -291,7 +314,13 @@ impl<'a> CodesView<'a> {
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         let _env = FloatEnv::ieee();
         let source = (self.page(page, head), self.shape[2], row..row + 1);
-        dispatch::decode(IsaToken::best(), self.coder, source, x);
+        if self.columns == self.shape[3] {
+            dispatch::decode(IsaToken::best(), self.coder, source, x);
+        } else {
+            let mut whole = [0.0f32; MAX_HEAD_DIM];
+            dispatch::decode(IsaToken::best(), self.coder, source, &mut whole[..self.shape[3]]);
+            x.copy_from_slice(&whole[..self.columns]);
+        }
         if let Some(mean) = self.mean(head) {
             x.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
         }
@@ -312,6 +341,7 @@ impl<'a> CodesView<'a> {
         if let Some(mean) = self.mean(head) {
             wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));
         }
+        wide.truncate(self.columns);
         wide
     }
 }

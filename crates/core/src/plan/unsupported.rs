@@ -48,6 +48,11 @@ pub enum Unsupported {
         /// The supported codec: elements of the problem's dtype.
         expected: Codec,
     },
+    /// The kernels need values in rows of their own.
+    KeyColumns {
+        /// Codec of the keys, whose first columns are the values.
+        codec: Codec,
+    },
     /// No kernel has this tile.
     Tile {
         /// The reason.
@@ -117,6 +122,9 @@ impl std::fmt::Display for Unsupported {
             }
             Self::Device { why } => write!(f, "no plan for this device: {why}"),
             Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
+            Self::KeyColumns { codec } => {
+                write!(f, "no kernel reads values that are columns of {codec} keys")
+            }
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(
                 f,

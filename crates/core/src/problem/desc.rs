@@ -1,6 +1,7 @@
 //! Descriptions: plain data, nothing checked.
 
 use super::dims::{Dims, HeadShape};
+use super::kv_storage::KvStorage;
 use super::prefix::SharedPrefix;
 use super::sequence::{SeqLens, Sequences};
 use super::visibility::{QOffset, Visibility};
@@ -66,6 +67,9 @@ pub struct ProblemDesc {
     /// Codec of the values, like `k_codec`.
     #[cfg_attr(feature = "serde", serde(default))]
     pub v_codec: Option<Codec>,
+    /// Where values lie. [`KvStorage::KeyColumns`] needs `value_dim <= head_dim`, and values have the codec of the keys.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub kv_storage: KvStorage,
     /// How batch entries divide into sequences.
     #[cfg_attr(feature = "serde", serde(default))]
     pub sequences: Sequences,
@@ -94,6 +98,7 @@ impl ProblemDesc {
             tree: false,
             k_codec: None,
             v_codec: None,
+            kv_storage: KvStorage::Separate,
             sequences: Sequences::Dense,
             prefixes: Vec::new(),
         }
@@ -135,13 +140,15 @@ impl ProblemDesc {
             tree,
             k_codec,
             v_codec,
+            kv_storage,
             sequences: _,
             prefixes,
         } = self;
         (dims, dtype, visibility) == (&other.dims, &other.dtype, &other.visibility)
             && (q_offset, scale, softcap) == (&other.q_offset, &other.scale, &other.softcap)
             && (alibi, sinks, mask, tree) == (&other.alibi, &other.sinks, &other.mask, &other.tree)
-            && (k_codec, v_codec, prefixes) == (&other.k_codec, &other.v_codec, &other.prefixes)
+            && (k_codec, v_codec, kv_storage) == (&other.k_codec, &other.v_codec, &other.kv_storage)
+            && prefixes == &other.prefixes
     }
 
     /// A step over cached sequences of these lengths. Each query sits at the position of its token

@@ -1,5 +1,6 @@
 //! Why a description is refused, with the values that caused it.
 
+use super::kv_storage::KeyColumnsError;
 use crate::codec::Codec;
 use crate::dtype::Dtype;
 use std::fmt;
@@ -81,6 +82,8 @@ pub enum ProblemError {
         /// Elements of a row.
         dim: usize,
     },
+    /// Values cannot be columns of the keys.
+    KeyColumns(KeyColumnsError),
     /// A dimension is above the maximum.
     TooLong {
         /// Field of [`Dims`](super::Dims), or `sequences`.
@@ -268,6 +271,7 @@ impl fmt::Display for ProblemError {
             Self::CodecDim { tensor, codec, dim } => {
                 write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
             }
+            Self::KeyColumns(error) => error.fmt(f),
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
             Self::Scale { scale } => write!(f, "scale {scale} is not finite"),

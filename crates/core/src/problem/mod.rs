@@ -15,6 +15,7 @@
 mod desc;
 mod dims;
 mod error;
+mod kv_storage;
 mod prefix;
 mod rules;
 mod sequence;
@@ -24,6 +25,7 @@ mod visibility;
 pub use desc::ProblemDesc;
 pub use dims::{Dims, HeadShape};
 pub use error::{Positional, ProblemError, Side};
+pub use kv_storage::{KeyColumnsError, KvStorage};
 pub use prefix::SharedPrefix;
 pub use sequence::{SeqLens, Sequence, Sequences};
 pub use validated::Problem;

@@ -3,6 +3,7 @@
 use super::desc::ProblemDesc;
 use super::dims::Dims;
 use super::error::ProblemError;
+use super::kv_storage::KvStorage;
 use super::rules;
 use super::sequence::{Sequence, Sequences};
 use crate::codec::Codec;
@@ -77,23 +78,7 @@ impl Problem {
         if (scale / desc.softcap.unwrap_or(1.0)).abs() > MAX_SCALE {
             return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap, max: MAX_SCALE });
         }
-        if !matches!(desc.sequences, Sequences::Cached { .. }) {
-            let plain = Codec::of(desc.dtype);
-            let stored = [("k", desc.k_codec), ("v", desc.v_codec)];
-            if let Some((tensor, Some(codec))) =
-                stored.into_iter().find(|(_, codec)| codec.is_some_and(|c| c != plain))
-            {
-                return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
-            }
-        }
-        let stored = [("k", desc.k_codec, d.head_dim), ("v", desc.v_codec, d.value_dim)];
-        for (tensor, codec, dim) in stored {
-            if let Some(codec) = codec
-                && !codec.supports(dim)
-            {
-                return Err(ProblemError::CodecDim { tensor, codec, dim });
-            }
-        }
+        check_codecs(&desc)?;
         let sequences = rules::resolve(&desc)?;
         rules::check_prefixes(&desc)?;
         Ok(Self { desc, scale, sequences })
@@ -128,10 +113,19 @@ impl Problem {
         self.desc.k_codec.unwrap_or(Codec::of(self.dtype()))
     }
 
-    /// Codec of the values.
+    /// Codec of the values: that of the keys, where the values are columns of the keys.
     #[must_use]
     pub fn v_codec(&self) -> Codec {
-        self.desc.v_codec.unwrap_or(Codec::of(self.dtype()))
+        match self.desc.kv_storage {
+            KvStorage::Separate => self.desc.v_codec.unwrap_or(Codec::of(self.dtype())),
+            KvStorage::KeyColumns => self.k_codec(),
+        }
+    }
+
+    /// Where values lie.
+    #[must_use]
+    pub const fn kv_storage(&self) -> KvStorage {
+        self.desc.kv_storage
     }
 
     /// Multiplier of `q . k`: finite, and the default if none was given.
@@ -232,7 +226,11 @@ impl Problem {
     #[must_use]
     pub fn kv_row_bytes(&self) -> usize {
         let dims = self.dims();
-        self.k_codec().row_bytes(dims.head_dim) + self.v_codec().row_bytes(dims.value_dim)
+        let key = self.k_codec().row_bytes(dims.head_dim);
+        match self.kv_storage() {
+            KvStorage::Separate => key + self.v_codec().row_bytes(dims.value_dim),
+            KvStorage::KeyColumns => key,
+        }
     }
 
     /// Bytes of the keys and values that some query row sees, each once. Cost: `O(sequences + rows that see no key)`.
@@ -265,6 +263,28 @@ impl Problem {
     fn longest_q_len(&self) -> usize {
         self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0)
     }
+}
+
+/// Checks the codecs of keys and values, and where values lie.
+fn check_codecs(desc: &ProblemDesc) -> Result<(), ProblemError> {
+    let plain = Codec::of(desc.dtype);
+    let k_codec = desc.k_codec.unwrap_or(plain);
+    let (v_codec, values_have_rows) = match desc.kv_storage {
+        KvStorage::Separate => (desc.v_codec.unwrap_or(plain), true),
+        KvStorage::KeyColumns => (desc.v_codec.unwrap_or(k_codec), false),
+    };
+    let Dims { head_dim, value_dim, .. } = desc.dims;
+    desc.kv_storage.check([head_dim, value_dim], [k_codec, v_codec]).map_err(ProblemError::KeyColumns)?;
+    let is_cached = matches!(desc.sequences, Sequences::Cached { .. });
+    for (tensor, codec, dim) in [("k", k_codec, head_dim), ("v", v_codec, value_dim)] {
+        if !is_cached && codec != plain {
+            return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
+        }
+        if !codec.supports(dim) && (tensor == "k" || values_have_rows) {
+            return Err(ProblemError::CodecDim { tensor, codec, dim });
+        }
+    }
+    Ok(())
 }
 
 /// `1 / sqrt(head_dim)`, whatever floating-point environment the caller has.

@@ -10,7 +10,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::Isa;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
-use flashtile_core::problem::{Problem, Sequence};
+use flashtile_core::problem::{KvStorage, Problem, Sequence};
 use flashtile_core::quality::Accumulation;
 
 /// Offsets in f32 elements of one thread's scratch memory.
@@ -77,11 +77,9 @@ impl CpuPlan {
     /// # Errors
     /// [`Unsupported::Splits`] if the option asks for more splits than there are blocks of keys; [`Unsupported::Tasks`] if the problem
     /// would be cut into more units of work than a plan lists; [`Unsupported::Workspace`] if the workspace is not addressable;
-    /// [`Unsupported::Kernels`] if the option names a kind of kernels.
+    /// [`Unsupported::Kernels`] if the option names a kind of kernels; [`Unsupported::KeyColumns`] if values are columns of quantized keys.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
-        if options.kernels != KernelChoice::Auto {
-            return Err(Unsupported::Kernels { asked: options.kernels });
-        }
+        check(problem, options)?;
         let dims = problem.dims();
         let isa = isa_for(facts.isa, problem);
         let threads = facts.threads.clamp(1, MAX_THREADS);
@@ -326,6 +324,18 @@ fn plan_name(problem: &Problem, isa: Isa) -> String {
         (k, v) => format!("-{k}+{v}"),
     };
     format!("cpu-{op}-{}-d{}{value}{codecs}-{isa}", problem.dtype(), d.head_dim)
+}
+
+/// Checks that the CPU has kernels for a problem and of the kind asked for.
+fn check(problem: &Problem, options: PlanOptions) -> Result<(), Unsupported> {
+    if options.kernels != KernelChoice::Auto {
+        return Err(Unsupported::Kernels { asked: options.kernels });
+    }
+    // Strides reach the first elements of a row, but a row of codes is decoded as a whole.
+    if problem.kv_storage() == KvStorage::KeyColumns && problem.is_quantized() {
+        return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
+    }
+    Ok(())
 }
 
 /// The instruction set whose kernels compute a problem on a machine that has `isa`.

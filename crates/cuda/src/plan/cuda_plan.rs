@@ -7,7 +7,7 @@ use super::native_kernel::NativeTile;
 use super::portable::Portable;
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{KvStorage, Problem};
 
 /// A plan of the CUDA backend. Pure: made for any device from its [`CudaFacts`].
 #[derive(Debug, Clone, PartialEq)]
@@ -92,6 +92,9 @@ impl CudaPlan {
         }
         if facts.multiprocessors == 0 {
             return Err(Unsupported::Device { why: "it has no multiprocessors" });
+        }
+        if problem.kv_storage() == KvStorage::KeyColumns {
+            return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];

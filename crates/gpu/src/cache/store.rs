@@ -6,6 +6,7 @@ use super::rows::{GpuRows, GpuRowsMut};
 use crate::tensors::GpuKv;
 use flashtile_core::cache::{CacheDesc, CacheError, PageCopy, PageStore, RowRun};
 use flashtile_core::codec::Side;
+use flashtile_core::problem::{KeyColumnsError, KvStorage};
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -64,6 +65,9 @@ impl<D: HostAccess> GpuStore<D> {
         find: Option<Find>,
     ) -> Result<Self, StoreError<D::Error>> {
         desc.validate()?;
+        if desc.kv_storage == KvStorage::KeyColumns {
+            return Err(CacheError::from(KeyColumnsError::Device).into());
+        }
         let [k, v] = desc.pools();
         let limits = device.limits();
         if desc.kv_heads > limits.groups[0] as usize {
