@@ -109,8 +109,8 @@ pub mod plan {
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
     #[cfg(feature = "cuda")]
     pub use flashtile_cuda::plan::{
-        CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
-        PortableTile, Sm80Kernel, Sm80Tile, Sm90Kernel, Sm90Tile,
+        CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, NativeTile,
+        PortableTile, Sm80Tile, Sm90Tile,
     };
     #[cfg(feature = "metal")]
     pub use flashtile_metal::{MetalFacts, MetalPlan};

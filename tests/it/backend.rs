@@ -355,7 +355,7 @@ fn every_plan_says_what_the_plan_inside_says() {
                     (inner.splits(), inner.task_count())
                 }
                 (None, Some(inner), None) => {
-                    assert!(inner.kernels().any(|k| (k.tile().rows(), k.tile().keys()) == (rows, keys)));
+                    assert!(inner.kernels().any(|k| (k.rows, k.keys) == (rows, keys)));
                     (inner.splits(), inner.task_count())
                 }
                 (None, None, Some(inner)) => {

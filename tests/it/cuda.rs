@@ -150,7 +150,7 @@ fn every_tile_is_within_the_limits() {
     let wgmma =
         [(1, 64, 1), (1, 128, 2), (2, 16, 4), (2, 32, 3), (2, 48, 2), (2, 80, 2), (2, 96, 2), (3, 128, 2)];
     tiles.extend(
-        wgmma.map(|(warpgroups, keys, stages)| CudaTile::Sm90(Sm90Tile::new(warpgroups, keys, stages))),
+        wgmma.map(|(warpgroups, keys, stages)| CudaTile::from(Sm90Tile::new(warpgroups, keys, stages))),
     );
     tiles.push(Sm90Tile::new(2, 64, 2).with_ping_pong(false).into());
     let mut cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();

@@ -2,7 +2,7 @@
 //!
 //! `FLASHTILE_BLESS=1` rewrites the table; review the difference before committing it.
 
-use flashtile::plan::{CudaFacts, CudaTile, NATIVE_CAPABILITY, PortableTile, Sm80Tile, isa_for, machines};
+use flashtile::plan::{CudaFacts, NATIVE_CAPABILITY, PortableTile, Sm80Tile, isa_for, machines};
 use flashtile::{
     Codec, CpuPlan, CudaPlan, Dtype, HeadShape, KernelChoice, MaskKind, PlanOptions, ProblemDesc, QOffset,
     SeqLens, Unsupported, Visibility,
@@ -151,18 +151,18 @@ fn cuda_plans_fit_their_devices() {
                     }
                     plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
                 };
-                assert_eq!(plan.kernels().any(|k| k.is_portable()), portable, "{machine}: {plan}");
+                assert_eq!(plan.kernels().any(|k| k.is_portable), portable, "{machine}: {plan}");
                 for kernel in plan.kernels() {
-                    assert_eq!(kernel.is_portable(), portable, "{machine}: {plan}");
-                    let (shared, tile) = (kernel.shared_bytes(), kernel.tile());
+                    assert_eq!(kernel.is_portable, portable, "{machine}: {plan}");
+                    let shared = kernel.shared_bytes;
                     assert!(shared <= facts.shared_per_block, "{machine}: {plan}");
                     // Including the shared memory that the driver reserves for each block.
-                    let all = (shared + 1024) * tile.resident();
+                    let all = (shared + 1024) * kernel.resident;
                     assert!(all <= facts.shared_per_multiprocessor, "{machine}: {plan}");
-                    assert!(kernel.head_dim() >= problem.dims().head_dim);
+                    assert!(kernel.head_dim >= problem.dims().head_dim);
                     // Two warpgroups of `wgmma` kernels have 256 columns each.
-                    let columns = if matches!(tile, CudaTile::Sm90(_)) { 512 } else { 256 };
-                    assert!(kernel.is_portable() || kernel.value_dim() <= columns, "{plan}");
+                    let columns = if kernel.uses_wgmma { 512 } else { 256 };
+                    assert!(kernel.is_portable || kernel.value_dim <= columns, "{plan}");
                 }
             }
         }

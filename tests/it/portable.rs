@@ -199,7 +199,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     run.seconds().unwrap();
     assert!(bits(&run) == got);
     let native = cuda.plan(&second.problem, crate::support::options(None, true)).unwrap();
-    if !native.kernels().any(|kernel| kernel.is_portable()) {
+    if !native.kernels().any(|kernel| kernel.is_portable) {
         let refusal = run.update(&native, second.tables.as_ref().unwrap()).unwrap_err();
         assert!(matches!(refusal, CudaError::Update { .. }), "{refusal}");
     }

@@ -8,7 +8,8 @@ use super::params::{Divisor, ForwardParams, MaskTileParams, PrefillParams, Tenso
 use super::sources::{Access, Source};
 use super::tma::Boxes;
 use crate::plan::{
-    CudaPlan, MASK_TILE_ROWS, MaskTileTable, NativeKernel, NativePlan, Sm90Kernel, WARPGROUP_ROWS, WorkTile,
+    CudaPlan, MASK_TILE_ROWS, MaskTileTable, NativeKernel, NativePlan, NativeVariant, WARPGROUP_ROWS,
+    WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::RunError;
@@ -53,7 +54,8 @@ impl NativeFunctions {
         if let Some((_, function)) = self.forward[n].iter().find(|(of, _)| *of == access) {
             return Ok(Arc::clone(function));
         }
-        let function = cuda.function(Source::native(kernel, access), "forward", kernel.shared_bytes())?;
+        let function =
+            cuda.function(Source::native(kernel, access), "forward", kernel.public.shared_bytes)?;
         self.forward[n].push((access, Arc::clone(&function)));
         Ok(function)
     }
@@ -99,11 +101,11 @@ impl Tensors {
     /// allow TMA.
     fn prefill_params(
         &self,
-        kernel: &Sm90Kernel,
+        kernel: &NativeKernel,
         gqa_group: usize,
         forward: ForwardParams,
     ) -> Option<PrefillParams> {
-        let Sm90Kernel { dtype, tile, paged, .. } = *kernel;
+        let (keys, NativeVariant { dtype, paged, .. }) = (kernel.public.keys, kernel.variant);
         let boxes = |of: &Strided, box_heads: usize, box_rows: usize| {
             let [batch, heads, rows, columns] = of.shape;
             let (box_heads, box_rows) = (box_heads as u32, box_rows as u32);
@@ -112,8 +114,8 @@ impl Tensors {
             Boxes { at, steps, dtype, batch, heads, rows, columns, box_heads, box_rows }.ragged_map()
         };
         // The largest power of two that divides a page and a tile.
-        let page_box = 1 << self.k.shape[2].trailing_zeros().min(tile.keys().trailing_zeros());
-        let kv_box_rows = if paged { page_box } else { tile.keys() };
+        let page_box = 1 << self.k.shape[2].trailing_zeros().min(keys.trailing_zeros());
+        let kv_box_rows = if paged { page_box } else { keys };
         if paged && kv_box_rows < MIN_PAGE_BOX {
             return None;
         }
@@ -279,33 +281,30 @@ impl NativeRun<'_> {
             let kernel = &launch.kernel;
             let grid = Grid {
                 blocks: [launch.capacity.grid, 1, 1],
-                threads: kernel.tile().threads(),
-                shared: kernel.shared_bytes(),
+                threads: kernel.public.threads,
+                shared: kernel.public.shared_bytes,
             };
-            match kernel {
-                NativeKernel::Sm80(_) => {
-                    let function = functions.forward(cuda, n, kernel, access)?;
-                    // SAFETY: the parameters are the kernel's, whose size it asserts. Views lie inside of memory of the device, as
-                    // `Gpu::address` has checked, and hold the shapes that were checked against the problem; the schedule covers rows and keys of the
-                    // problem alone, and its regions lie in the scratch memory.
-                    unsafe { function.launch(stream, grid, &params)? };
-                }
-                NativeKernel::Sm90(sm90) => {
-                    let gqa_group = params.gqa_group.value as usize;
-                    let by_tma = (access == Access::Vector && sm90.uses_tma())
-                        .then(|| tensors.prefill_params(sm90, gqa_group, params))
-                        .flatten();
-                    let access = if by_tma.is_some() { Access::Tma } else { access };
-                    let copied = PrefillParams { forward: params, ..PrefillParams::default() };
-                    let params = PrefillParams { queued: launch.queued(), ..by_tma.unwrap_or(copied) };
-                    let function = functions.forward(cuda, n, kernel, access)?;
-                    // SAFETY: as above; maps describe the views.
-                    unsafe { function.launch(stream, grid, &params)? };
-                }
+            if kernel.public.uses_wgmma {
+                let gqa_group = params.gqa_group.value as usize;
+                let by_tma = (access == Access::Vector && kernel.uses_tma())
+                    .then(|| tensors.prefill_params(kernel, gqa_group, params))
+                    .flatten();
+                let access = if by_tma.is_some() { Access::Tma } else { access };
+                let copied = PrefillParams { forward: params, ..PrefillParams::default() };
+                let params = PrefillParams { queued: launch.queued(), ..by_tma.unwrap_or(copied) };
+                let function = functions.forward(cuda, n, kernel, access)?;
+                // SAFETY: the parameters are the kernel's, whose size it asserts. Views lie inside of memory of the device, as
+                // `Gpu::address` has checked, and hold the shapes that were checked against the problem; maps describe the views. The
+                // schedule covers rows and keys of the problem alone, and its regions lie in the scratch memory.
+                unsafe { function.launch(stream, grid, &params)? };
+            } else {
+                let function = functions.forward(cuda, n, kernel, access)?;
+                // SAFETY: as above.
+                unsafe { function.launch(stream, grid, &params)? };
             }
             params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
-            params.partials += (launch.capacity.partials * kernel.partial_floats() * 4) as u64;
+            params.partials += (launch.capacity.partials * kernel.partial_floats * 4) as u64;
             if let Some(table) = table {
                 params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
             }

@@ -62,7 +62,7 @@ impl Cuda {
 impl Prepared {
     fn new(cuda: &Cuda, plan: CudaPlan, gpu: Gpu, scratch: Memory) -> Result<Self, CudaError> {
         let facts = cuda.facts();
-        let shared = plan.kernels().map(|kernel| kernel.shared_bytes()).max().unwrap_or(0);
+        let shared = plan.kernels().map(|kernel| kernel.shared_bytes).max().unwrap_or(0);
         let runs = plan.native().is_none_or(|native| native.runs_on(facts));
         if shared > facts.shared_per_block || !runs {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
@@ -158,8 +158,10 @@ impl Prepared {
             let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
             return Some(format!("scratch memory is laid out for other sizes ({old} and {new} bytes)"));
         }
-        let capacities = |plan: &NativePlan| plan.launches().iter().map(|l| l.capacity).collect::<Vec<_>>();
-        (capacities(old) != capacities(new)).then(|| "launches are of other sizes".to_owned())
+        let sizes = |plan: &NativePlan| {
+            plan.launches().iter().map(|l| (l.kernel.tile, l.capacity)).collect::<Vec<_>>()
+        };
+        (sizes(old) != sizes(new)).then(|| "launches are of other tiles or sizes".to_owned())
     }
 
     /// Copies the plan's data to the device: all that runs read, or, if `again`, at least the part that an

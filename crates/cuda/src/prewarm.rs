@@ -25,7 +25,7 @@ impl Cuda {
             for launch in native.launches() {
                 for &access in Access::all(&launch.kernel) {
                     let source = Source::native(&launch.kernel, access);
-                    wanted.push((source, "forward", launch.kernel.shared_bytes()));
+                    wanted.push((source, "forward", launch.kernel.public.shared_bytes));
                 }
             }
             if !native.mask_tile_tables().is_empty() {

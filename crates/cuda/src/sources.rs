@@ -7,8 +7,8 @@ use crate::params::{
     Divisor, ForwardParams, MaskTileParams, PrefillParams, ProductParams, ReadParams, Tensor, dtype_name,
 };
 use crate::plan::{
-    MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, NativeKernel, Sm80Kernel, Sm80Tile, Sm90Kernel, Sm90Tile,
-    WorkTile,
+    CudaKernel, MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, NativeKernel, NativeTile, NativeVariant,
+    Sm80Tile, Sm90Tile, WorkTile,
 };
 use crate::tma::TensorMap;
 use crate::wgmma;
@@ -137,12 +137,9 @@ pub(super) enum Access {
 
 impl Access {
     /// How a kernel can read rows, the fastest first.
-    pub(super) const fn all(kernel: &NativeKernel) -> &'static [Self] {
-        match kernel {
-            NativeKernel::Sm80(_) => &[Self::Vector, Self::Element],
-            NativeKernel::Sm90(kernel) if kernel.uses_tma() => &[Self::Tma, Self::Vector, Self::Element],
-            NativeKernel::Sm90(_) => &[Self::Vector, Self::Element],
-        }
+    pub(super) fn all(kernel: &NativeKernel) -> &'static [Self] {
+        let all = &[Self::Tma, Self::Vector, Self::Element];
+        if kernel.uses_tma() { all } else { &all[1..] }
     }
 }
 
@@ -156,15 +153,16 @@ fn scoring(has_bias: bool, has_mask: bool) -> String {
 impl Source {
     /// The source of a kernel of any architecture.
     pub(super) fn native(kernel: &NativeKernel, access: Access) -> Self {
-        match kernel {
-            NativeKernel::Sm80(kernel) => Self::sm80(kernel, access),
-            NativeKernel::Sm90(kernel) => Self::sm90(kernel, access),
+        match &kernel.tile {
+            NativeTile::Sm80(tile) => Self::sm80(kernel, tile, access),
+            NativeTile::Sm90(tile) => Self::sm90(kernel, tile, access),
         }
     }
 
-    fn sm90(kernel: &Sm90Kernel, access: Access) -> Self {
-        let Sm90Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
-        let Sm90Tile { keys, stages, ping_pong, shares_rows, .. } = tile;
+    fn sm90(kernel: &NativeKernel, tile: &Sm90Tile, access: Access) -> Self {
+        let NativeVariant { dtype, head_dim, value_dim, paged, has_bias, has_mask } = kernel.variant;
+        let CudaKernel { name, key_stages, shared_bytes, .. } = &kernel.public;
+        let Sm90Tile { keys, stages, ping_pong, shares_rows, .. } = *tile;
         let value_consumers = tile.value_consumers();
         let (consumer_keys, consumer_columns) = (keys / value_consumers, value_dim / value_consumers);
         let mut columns = vec![consumer_keys, consumer_columns];
@@ -176,9 +174,9 @@ impl Source {
             format!("constexpr int WARPS_Q = {}, WARPS_K = {value_consumers}, MMA_M = 1;", tile.rows() / 16),
             format!("constexpr int VALUE_CONSUMERS = {value_consumers};"),
             format!("constexpr int WARP_KEYS = {consumer_keys}, STAGES = {stages};"),
-            format!("constexpr int Q_STAGES = {};", kernel.q_stages()),
-            format!("constexpr int EXTRA_K_STAGES = {};", kernel.key_stages() - stages),
-            format!("constexpr int SHARED_BYTES = {};", kernel.shared_bytes()),
+            format!("constexpr int Q_STAGES = {};", tile.q_stages(&kernel.variant)),
+            format!("constexpr int EXTRA_K_STAGES = {};", key_stages - stages),
+            format!("constexpr int SHARED_BYTES = {shared_bytes};"),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS}, MERGE_GROUP = {MERGE_GROUP};"),
             format!("constexpr bool PING_PONG = {ping_pong}, PAGED = {paged};"),
             format!("constexpr bool TMA = {};", access == Access::Tma),
@@ -191,7 +189,7 @@ impl Source {
             Access::Tma | Access::Vector => "",
             Access::Element => "-elements",
         };
-        let name = format!("{kernel}{suffix}");
+        let name = format!("{name}{suffix}");
         let family = match dtype {
             Dtype::F32 => Family::Sm90PrefillF32,
             Dtype::F16 | Dtype::BF16 if shares_rows => Family::Sm90PrefillWide,
@@ -200,15 +198,16 @@ impl Source {
         Self { name, family, constants: constants.join("\n") }
     }
 
-    fn sm80(kernel: &Sm80Kernel, access: Access) -> Self {
-        let Sm80Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
-        let Sm80Tile { warps_q, warps_k, fragments, warp_keys, stages, resident, q_in_registers } = tile;
+    fn sm80(kernel: &NativeKernel, tile: &Sm80Tile, access: Access) -> Self {
+        let NativeVariant { dtype, head_dim, value_dim, paged, has_bias, has_mask } = kernel.variant;
+        let CudaKernel { name, shared_bytes, .. } = &kernel.public;
+        let Sm80Tile { warps_q, warps_k, fragments, warp_keys, stages, resident, q_in_registers } = *tile;
         let constants = [
             format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
             format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
             format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k}, VALUE_CONSUMERS = 1;"),
             format!("constexpr int MMA_M = {fragments}, WARP_KEYS = {warp_keys}, STAGES = {stages};"),
-            format!("constexpr int BLOCKS_PER_SM = {resident}, SHARED_BYTES = {};", kernel.shared_bytes()),
+            format!("constexpr int BLOCKS_PER_SM = {resident}, SHARED_BYTES = {shared_bytes};"),
             format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};"),
             format!("constexpr int MERGE_GROUP = {MERGE_GROUP}, MAX_RECOMPUTED = {MAX_RECOMPUTED};"),
             format!("constexpr bool Q_IN_REGISTERS = {q_in_registers}, PAGED = {paged};"),
@@ -217,7 +216,7 @@ impl Source {
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
         let family = if tile.warps_split_keys() { Family::Sm80Decode } else { Family::Sm80Prefill };
-        Self { name: format!("{kernel}{suffix}"), family, constants: constants.join("\n") }
+        Self { name: format!("{name}{suffix}"), family, constants: constants.join("\n") }
     }
 
     pub(super) fn mask_tiles() -> Self {
@@ -412,9 +411,9 @@ mod tests {
                 desc.visibility = Visibility::window(window, Some(0));
                 let problem = desc.validate().unwrap();
                 let plan = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap();
-                let kernel = plan.native().unwrap().launches()[0].kernel;
-                assert!(matches!(kernel, NativeKernel::Sm90(_)), "{kernel}");
-                for source in Access::all(&kernel).iter().map(|&access| Source::native(&kernel, access)) {
+                let kernel = &plan.native().unwrap().launches()[0].kernel;
+                assert!(kernel.public.uses_wgmma, "{plan}");
+                for source in Access::all(kernel).iter().map(|&access| Source::native(kernel, access)) {
                     if !sources.contains(&source) {
                         sources.push(source);
                     }
@@ -563,7 +562,7 @@ mod tests {
                     Access::Tma | Access::Vector => 16,
                     Access::Element => least_alignment(plan.problem()),
                 };
-                let page_sizes = if portable.kernel.is_paged() { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
+                let page_sizes = if plan.problem().is_cached() { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
                 let all = page_sizes.iter().map(|&size| portable.plan.loads(aligned, size).unwrap());
                 for (n, (instance, constants)) in all.flat_map(|loads| loads.into_iter().enumerate()) {
                     let program = Program::of(&instance, &constants);

@@ -212,7 +212,7 @@ impl Runner for CudaRunner {
     fn name(&self) -> String {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
         let narrow = if self.facts == *self.cuda.facts() { "" } else { ", as one multiprocessor" };
-        let tile = self.tile.map_or_else(String::new, |tile| format!(", {}x{}", tile.rows(), tile.keys()));
+        let tile = self.tile.map_or_else(String::new, |tile| format!(", {tile:?}"));
         let kernels = match self.options.kernels {
             KernelChoice::Auto => String::new(),
             kernels => format!(", {kernels} kernels"),

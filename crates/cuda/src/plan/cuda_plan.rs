@@ -1,10 +1,12 @@
 //! The plan of one problem.
 
 use super::facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
-use super::kernel::{CudaKernel, CudaTile};
+use super::kernel::CudaKernel;
 use super::native::NativePlan;
 use super::native_kernel::NativeTile;
-use super::portable::Portable;
+use super::portable::{Portable, PortableTile};
+use super::sm80::Sm80Tile;
+use super::sm90::Sm90Tile;
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::{KvStorage, Problem};
@@ -15,6 +17,34 @@ pub struct CudaPlan {
     problem: Problem,
     options: PlanOptions,
     kernels: PlannedKernels,
+}
+
+/// How a block of threads divides its work: a tile that a caller asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CudaTile {
+    /// A tile of native kernels.
+    Native(NativeTile),
+    /// A tile of the portable kernels.
+    Portable(PortableTile),
+}
+
+impl From<Sm80Tile> for CudaTile {
+    fn from(tile: Sm80Tile) -> Self {
+        Self::Native(NativeTile::Sm80(tile))
+    }
+}
+
+impl From<Sm90Tile> for CudaTile {
+    fn from(tile: Sm90Tile) -> Self {
+        Self::Native(NativeTile::Sm90(tile))
+    }
+}
+
+impl From<PortableTile> for CudaTile {
+    fn from(tile: PortableTile) -> Self {
+        Self::Portable(tile)
+    }
 }
 
 /// The kind of kernels that compute a plan.
@@ -61,12 +91,6 @@ impl CudaPlan {
         options: PlanOptions,
         tile: CudaTile,
     ) -> Result<Self, Unsupported> {
-        let native = |tile| {
-            if Self::takes_portable(problem, facts, options)? {
-                return Err(Unsupported::Tile { why: "it is one of native kernels" });
-            }
-            NativePlan::new(problem, facts, options, Some(tile)).map(PlannedKernels::Native)
-        };
         let kernels = match tile {
             CudaTile::Portable(tile) => {
                 let mut options = options;
@@ -74,8 +98,12 @@ impl CudaPlan {
                 Self::takes_portable(problem, facts, options)?;
                 PlannedKernels::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
             }
-            CudaTile::Sm80(tile) => native(NativeTile::Sm80(tile))?,
-            CudaTile::Sm90(tile) => native(NativeTile::Sm90(tile))?,
+            CudaTile::Native(_) if Self::takes_portable(problem, facts, options)? => {
+                return Err(Unsupported::Tile { why: "it is one of native kernels" });
+            }
+            CudaTile::Native(tile) => {
+                PlannedKernels::Native(NativePlan::new(problem, facts, options, Some(tile))?)
+            }
         };
         Ok(Self { problem: problem.clone(), options, kernels })
     }
@@ -141,18 +169,18 @@ impl CudaPlan {
 
     /// One kernel for each launch of a native plan, in order; none where there are no query rows. A portable plan yields one, also
     /// without query rows, which stands for the launch of `merge` too.
-    pub fn kernels(&self) -> impl Iterator<Item = CudaKernel> {
+    pub fn kernels(&self) -> impl Iterator<Item = &CudaKernel> {
         let native = self.native().map_or(&[][..], NativePlan::launches);
-        let portable = self.portable().map(|plan| CudaKernel::Portable(plan.kernel));
-        native.iter().map(|launch| launch.kernel.into()).chain(portable)
+        let portable = self.portable().map(|plan| &plan.kernel);
+        native.iter().map(|launch| &launch.kernel.public).chain(portable)
     }
 
-    /// Names of the kernels, see [`CudaKernel`], joined by `+`.
+    /// Names of the kernels, see [`CudaKernel::name`], joined by `+`.
     #[must_use]
     pub fn kernel(&self) -> String {
         match &self.kernels {
             PlannedKernels::Native(plan) => plan.kernel_names(),
-            PlannedKernels::Portable(plan) => plan.kernel.to_string(),
+            PlannedKernels::Portable(plan) => plan.kernel.name.clone(),
         }
     }
 

@@ -1,170 +1,43 @@
-//! The kernels of the CUDA backend, of every kind.
+//! Kernels of plans, as data.
 
-use super::portable::{PortableKernel, PortableTile};
-use super::sm80::{Sm80Kernel, Sm80Tile};
-use super::sm90::{Sm90Kernel, Sm90Tile};
-
-/// A kernel of the CUDA backend. [`Display`](std::fmt::Display) is its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// A kernel of a plan. [`Display`](std::fmt::Display) is its name.
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum CudaKernel {
-    /// CUDA C++ for compute capability 8.0 and later, with products by `mma.sync`.
-    Sm80(Sm80Kernel),
-    /// CUDA C++ for compute capability 9.0, with products by `wgmma` and copies by TMA.
-    Sm90(Sm90Kernel),
-    /// The kernel language, printed as CUDA.
-    Portable(PortableKernel),
-}
-
-impl CudaKernel {
-    /// Returns true if the kernel is written in the kernel language.
-    #[must_use]
-    pub const fn is_portable(&self) -> bool {
-        match self {
-            Self::Sm80(_) | Self::Sm90(_) => false,
-            Self::Portable(_) => true,
-        }
-    }
-
-    /// Head dimension that the kernel is compiled for.
-    #[must_use]
-    pub const fn head_dim(&self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.head_dim(),
-            Self::Sm90(kernel) => kernel.head_dim(),
-            Self::Portable(kernel) => kernel.head_dim(),
-        }
-    }
-
+pub struct CudaKernel {
+    /// `cuda-{prefill|decode}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. The variant of a native kernel is
+    /// `mma{rows}x{keys}` or `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are
+    /// modified; that of a portable one is said at [`PortableKernel`](flashtile_gpu::portable_kernel::PortableKernel).
+    pub name: String,
+    /// True if the kernel is written in the kernel language and printed as CUDA; otherwise it is CUDA C++.
+    pub is_portable: bool,
+    /// True if the kernel is for compute capability 9.0 alone, with products by `wgmma` and copies by TMA; other native kernels multiply by
+    /// `mma.sync`.
+    pub uses_wgmma: bool,
+    /// Head dimension that the kernel is compiled for: of native kernels a multiple of 32, where zeros in shared memory fill what the
+    /// problem has less.
+    pub head_dim: usize,
     /// Columns of v that a block of threads computes.
-    #[must_use]
-    pub const fn value_dim(&self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.value_dim(),
-            Self::Sm90(kernel) => kernel.value_dim(),
-            Self::Portable(kernel) => kernel.value_dim(),
-        }
-    }
-
+    pub value_dim: usize,
+    /// Query rows of a tile.
+    pub rows: usize,
+    /// Keys that a block of threads multiplies at a time.
+    pub keys: usize,
+    /// Threads of a block.
+    pub threads: usize,
+    /// Tiles of keys in shared memory; 0 where keys are read into registers.
+    pub key_stages: usize,
+    /// Tiles of values in shared memory; 0 where values are read into registers.
+    pub stages: usize,
+    /// Blocks of threads that a multiprocessor holds at a time.
+    pub resident: usize,
+    /// True if the warps of a block divide its keys, and not its rows.
+    pub warps_split_keys: bool,
     /// Bytes of shared memory of a block of threads.
-    #[must_use]
-    pub fn shared_bytes(&self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.shared_bytes(),
-            Self::Sm90(kernel) => kernel.shared_bytes(),
-            Self::Portable(kernel) => kernel.shared_bytes(),
-        }
-    }
-
-    /// How a block of threads divides its work.
-    #[must_use]
-    pub const fn tile(&self) -> CudaTile {
-        match self {
-            Self::Sm80(kernel) => CudaTile::Sm80(*kernel.tile()),
-            Self::Sm90(kernel) => CudaTile::Sm90(*kernel.tile()),
-            Self::Portable(kernel) => CudaTile::Portable(*kernel.tile()),
-        }
-    }
+    pub shared_bytes: usize,
 }
 
 impl std::fmt::Display for CudaKernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Sm80(kernel) => kernel.fmt(f),
-            Self::Sm90(kernel) => kernel.fmt(f),
-            Self::Portable(kernel) => kernel.fmt(f),
-        }
-    }
-}
-
-/// How a block of threads of a [`CudaKernel`] divides its work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum CudaTile {
-    /// The tile of a [`CudaKernel::Sm80`].
-    Sm80(Sm80Tile),
-    /// The tile of a [`CudaKernel::Sm90`].
-    Sm90(Sm90Tile),
-    /// The tile of a [`CudaKernel::Portable`].
-    Portable(PortableTile),
-}
-
-impl CudaTile {
-    /// Query rows of a tile.
-    #[must_use]
-    pub const fn rows(&self) -> usize {
-        match self {
-            Self::Sm80(tile) => tile.rows(),
-            Self::Sm90(tile) => tile.rows(),
-            Self::Portable(tile) => tile.rows(),
-        }
-    }
-
-    /// Keys that a block of threads multiplies at a time.
-    #[must_use]
-    pub const fn keys(&self) -> usize {
-        match self {
-            Self::Sm80(tile) => tile.keys(),
-            Self::Sm90(tile) => tile.keys(),
-            Self::Portable(tile) => tile.keys(),
-        }
-    }
-
-    /// Threads of a block.
-    #[must_use]
-    pub const fn threads(&self) -> usize {
-        match self {
-            Self::Sm80(tile) => tile.threads(),
-            Self::Sm90(tile) => tile.threads(),
-            Self::Portable(tile) => tile.threads(),
-        }
-    }
-
-    /// Tiles of keys, and of values, in shared memory; none where keys are read into registers.
-    #[must_use]
-    pub const fn stages(&self) -> Option<usize> {
-        match self {
-            Self::Sm80(tile) => Some(tile.stages()),
-            Self::Sm90(tile) => Some(tile.stages()),
-            Self::Portable(_) => None,
-        }
-    }
-
-    /// Returns true if the warps of a block divide its keys, and not its rows.
-    #[must_use]
-    pub const fn warps_split_keys(&self) -> bool {
-        match self {
-            Self::Sm80(tile) => tile.warps_split_keys(),
-            Self::Sm90(_) => false,
-            Self::Portable(_) => true,
-        }
-    }
-
-    /// Blocks of threads that a multiprocessor holds at a time.
-    #[must_use]
-    pub const fn resident(&self) -> usize {
-        match self {
-            Self::Sm80(tile) => tile.resident(),
-            Self::Sm90(tile) => tile.resident(),
-            Self::Portable(tile) => tile.resident(),
-        }
-    }
-}
-
-impl From<Sm80Tile> for CudaTile {
-    fn from(tile: Sm80Tile) -> Self {
-        Self::Sm80(tile)
-    }
-}
-
-impl From<Sm90Tile> for CudaTile {
-    fn from(tile: Sm90Tile) -> Self {
-        Self::Sm90(tile)
-    }
-}
-
-impl From<PortableTile> for CudaTile {
-    fn from(tile: PortableTile) -> Self {
-        Self::Portable(tile)
+        f.write_str(&self.name)
     }
 }

@@ -1,11 +1,12 @@
 //! Launches of native kernels for one problem, and their scratch memory.
 
 use super::facts::{CudaFacts, NATIVE_CAPABILITY};
+use super::kernel::CudaKernel;
 use super::launch::{ALIGN, Launch, MASK_TILE_ROWS, MAX_GRID};
 use super::native_kernel::{NativeKernel, NativeTile};
 use super::schedule::{Assignment, tiles};
 use super::sm80::Sm80Tile;
-use super::work_tile::WorkTile;
+use super::work_tile::{MAX_RECOMPUTED, WorkTile};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, Sequences};
 
@@ -101,15 +102,18 @@ impl NativePlan {
         let planes = |t: &MaskTileTable| t.planes.checked_mul(t.q_tiles)?.checked_mul(t.k_blocks);
         let mask_tiles = self.mask_tiles.iter().try_fold(0usize, |n, table| n.checked_add(planes(table)?));
         let mask_tiles = region(Some(mask_tiles?))?;
-        let partial = |launch: &Launch<NativeKernel>| launch.kernel.partial_floats() * 4;
+        let partial = |launch: &Launch<NativeKernel>| launch.kernel.partial_floats * 4;
         let partials = region(sum(&|launch| launch.capacity.partials.checked_mul(partial(launch))))?;
         let len = region(Some(0))?;
         Some(Regions { work_tiles, counters, written, mask_tiles, partials, len })
     }
 
-    /// True if the device runs all of the kernels.
+    /// True if the device runs all of the kernels, shared memory aside.
     pub(crate) fn runs_on(&self, facts: &CudaFacts) -> bool {
-        self.launches.iter().all(|launch| launch.kernel.runs_on(facts))
+        let runs = |kernel: &CudaKernel| {
+            if kernel.uses_wgmma { facts.wgmma } else { facts.capability >= NATIVE_CAPABILITY }
+        };
+        self.launches.iter().all(|launch| runs(&launch.kernel.public))
     }
 
     pub(crate) fn launches(&self) -> &[Launch<NativeKernel>] {
@@ -127,7 +131,7 @@ impl NativePlan {
 
     /// Names of the kernels, joined by `+`.
     pub(crate) fn kernel_names(&self) -> String {
-        let names: Vec<String> = self.launches.iter().map(|launch| launch.kernel.to_string()).collect();
+        let names: Vec<&str> = self.launches.iter().map(|launch| &*launch.kernel.public.name).collect();
         if names.is_empty() { "cuda-none".to_owned() } else { names.join("+") }
     }
 
@@ -146,10 +150,10 @@ impl std::fmt::Display for NativePlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for launch in &self.launches {
             let Launch { kernel, count, splits, capacity, .. } = launch;
-            let (rows, keys, stages) = (kernel.tile().rows(), kernel.tile().keys(), kernel.stages());
+            let CudaKernel { name, rows, keys, stages, .. } = &kernel.public;
             write!(
                 f,
-                "{kernel} tile {rows}x{keys} stages {stages} grid {} work_tiles {count} splits {splits} + ",
+                "{name} tile {rows}x{keys} stages {stages} grid {} work_tiles {count} splits {splits} + ",
                 capacity.grid
             )?;
         }
@@ -164,7 +168,7 @@ fn launch(
     kernel: NativeKernel,
     sequences: &[usize],
 ) -> Result<Launch<NativeKernel>, Unsupported> {
-    let (tile, shape) = (kernel.tile(), kernel.tile_shape(problem));
+    let shape = kernel.tile_shape(problem);
     let heads = problem.dims().kv_heads;
     let row_tiles = |&s: &usize| {
         (problem.sequences()[s].q_len * problem.dims().gqa_group()).div_ceil(shape.rows).saturating_mul(heads)
@@ -177,18 +181,18 @@ fn launch(
     }
     let work = tiles(problem, &shape, sequences, options.skip_tiles);
     let max_blocks = work.iter().map(|t| t.blocks(shape.keys)).max().unwrap_or(1);
-    let room = facts.multiprocessors * tile.resident();
+    let room = facts.multiprocessors * kernel.public.resident;
     let assignment = match options.splits {
         Some(splits) => Assignment::even(work, &shape, splits.max(1)),
-        None if work.len() >= room && !tile.warps_split_keys() => {
-            let section = kernel.section(facts, problem.dtype());
-            match kernel.max_work_tiles() {
-                None => {
-                    // Other numbers of keys need the same work tiles in number: a graph has captured it.
-                    let cuts = problem.desc().sequences == Sequences::Dense;
-                    Assignment::queue(work, &shape, section, room, cuts)
-                }
-                Some(most) => Assignment::whole(work, shape.keys, section, room, most),
+        None if work.len() >= room && !kernel.public.warps_split_keys => {
+            let section = kernel.section(facts);
+            // A `wgmma` kernel recomputes a work tile before it takes the next one from a queue; others end a list, then recompute.
+            if kernel.public.uses_wgmma {
+                // Other numbers of keys need the same work tiles in number: a graph has captured it.
+                let cuts = problem.desc().sequences == Sequences::Dense;
+                Assignment::queue(work, &shape, section, room, cuts)
+            } else {
+                Assignment::whole(work, shape.keys, section, room, MAX_RECOMPUTED)
             }
         }
         None => Assignment::equal(work, &shape, room),
@@ -203,7 +207,7 @@ fn launch(
 fn mask_tile_table(problem: &Problem, launch: &Launch<NativeKernel>) -> Option<MaskTileTable> {
     problem.desc().mask?;
     let [planes, heads, q_len, kv_len] = problem.mask_shape();
-    let block_k = launch.kernel.tile().keys();
+    let block_k = launch.kernel.public.keys;
     Some(MaskTileTable {
         block_k,
         // An axis of 0 may be broadcast from 1.

@@ -1,11 +1,11 @@
-//! The native kernels of every architecture.
+//! The native kernels of every architecture, and their tiles.
 
-use super::facts::{CudaFacts, NATIVE_CAPABILITY};
-use super::kernel::{CudaKernel, CudaTile};
+use super::facts::CudaFacts;
+use super::kernel::CudaKernel;
 use super::schedule::{Section, TileShape};
-use super::sm80::{Sm80Kernel, Sm80Tile};
-use super::sm90::{Sm90Kernel, Sm90Tile};
-use super::work_tile::MAX_RECOMPUTED;
+use super::sm80::Sm80Tile;
+use super::sm90::Sm90Tile;
+use super::variant::NativeVariant;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
@@ -13,18 +13,27 @@ use flashtile_core::problem::Problem;
 /// The most heads that `wgmma` kernels compute at a time. Of 2, 4, 6 and 8 none is best for every problem.
 const SM90_SECTION_HEADS: usize = 4;
 
-/// A kernel of a launch of a native plan. [`Display`](std::fmt::Display) is its name.
+/// How a block of threads of a native kernel divides its work. Each architecture has a source of its own for its tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum NativeKernel {
-    Sm80(Sm80Kernel),
-    Sm90(Sm90Kernel),
+#[non_exhaustive]
+pub enum NativeTile {
+    /// CUDA C++ for compute capability 8.0 and later, with products by `mma.sync`.
+    Sm80(Sm80Tile),
+    /// CUDA C++ for compute capability 9.0, with products by `wgmma` and copies by TMA.
+    Sm90(Sm90Tile),
 }
 
-/// A tile that a caller asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum NativeTile {
-    Sm80(Sm80Tile),
-    Sm90(Sm90Tile),
+/// A kernel of a launch of a native plan.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NativeKernel {
+    pub(crate) variant: NativeVariant,
+    pub(crate) tile: NativeTile,
+    /// The name and the sizes that follow from these, as callers see them.
+    pub(crate) public: CudaKernel,
+    /// Teams of warps that end a tile each for itself, with counters of their own.
+    teams: usize,
+    /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
+    pub(crate) partial_floats: usize,
 }
 
 impl NativeKernel {
@@ -37,118 +46,52 @@ impl NativeKernel {
     ) -> Result<Self, Unsupported> {
         let gqa_group = problem.dims().gqa_group();
         let rows = sequences.iter().map(|&s| problem.sequences()[s].q_len * gqa_group).max().unwrap_or(0);
+        let sm80 = |asked| {
+            let (variant, tile) = Sm80Tile::choose(problem, facts, rows, asked)?;
+            Ok(Self::new(variant, NativeTile::Sm80(tile)))
+        };
+        let sm90 = |asked| {
+            let (variant, tile) = Sm90Tile::choose(problem, facts, sequences, asked)?;
+            Ok(Self::new(variant, NativeTile::Sm90(tile)))
+        };
         match asked {
-            Some(NativeTile::Sm80(tile)) => {
-                Sm80Kernel::choose(problem, facts, rows, Some(tile)).map(Self::Sm80)
-            }
-            Some(NativeTile::Sm90(tile)) => {
-                Sm90Kernel::choose(problem, facts, sequences, Some(tile)).map(Self::Sm90)
-            }
-            None if Sm90Kernel::takes(problem, facts, rows) => {
-                Sm90Kernel::choose(problem, facts, sequences, None).map(Self::Sm90)
-            }
-            None => Sm80Kernel::choose(problem, facts, rows, None).map(Self::Sm80),
+            Some(NativeTile::Sm80(tile)) => sm80(Some(tile)),
+            Some(NativeTile::Sm90(tile)) => sm90(Some(tile)),
+            None if Sm90Tile::takes(problem, facts, rows) => sm90(None),
+            None => sm80(None),
         }
     }
 
-    /// True if the device runs the kernel, shared memory aside.
-    pub(super) fn runs_on(self, facts: &CudaFacts) -> bool {
-        match self {
-            Self::Sm80(_) => facts.capability >= NATIVE_CAPABILITY,
-            Self::Sm90(_) => facts.wgmma,
-        }
+    fn new(variant: NativeVariant, tile: NativeTile) -> Self {
+        let (public, teams, value_consumers) = match tile {
+            NativeTile::Sm80(tile) => (tile.describe(&variant), tile.teams(), 1),
+            NativeTile::Sm90(tile) => (tile.describe(&variant), tile.warpgroups, tile.value_consumers()),
+        };
+        let partial_floats = public.rows * (public.value_dim + 2 * value_consumers);
+        Self { variant, tile, public, teams, partial_floats }
+    }
+
+    /// True if TMA copies rows that it can read. f32 is copied by threads, which split it.
+    pub(crate) fn uses_tma(&self) -> bool {
+        self.public.uses_wgmma && self.variant.dtype != Dtype::F32
     }
 
     /// Heads that are computed at a time, as many as the second-level cache holds keys and values of. docs/kernels/hopper.md has
     /// measurements.
-    pub(super) const fn section(self, facts: &CudaFacts, dtype: Dtype) -> Section {
-        let row = (self.head_dim() + self.value_dim()) * dtype.bytes();
-        match self {
-            Self::Sm80(_) => Section { keys: facts.l2 / 2 / row, heads: usize::MAX },
-            Self::Sm90(_) => Section { keys: facts.l2 / row, heads: SM90_SECTION_HEADS },
-        }
-    }
-
-    /// Head dimension that the kernel is compiled for.
-    pub(super) const fn head_dim(self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.head_dim(),
-            Self::Sm90(kernel) => kernel.head_dim(),
-        }
-    }
-
-    /// Columns of v that a work tile computes.
-    pub(super) const fn value_dim(self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.value_dim(),
-            Self::Sm90(kernel) => kernel.value_dim(),
-        }
-    }
-
-    /// How a block of threads divides its work.
-    pub(crate) const fn tile(self) -> CudaTile {
-        match self {
-            Self::Sm80(kernel) => CudaTile::Sm80(*kernel.tile()),
-            Self::Sm90(kernel) => CudaTile::Sm90(*kernel.tile()),
-        }
-    }
-
-    /// Tiles of keys, and of values, in shared memory.
-    pub(super) const fn stages(self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.tile().stages(),
-            Self::Sm90(kernel) => kernel.tile().stages(),
+    pub(super) const fn section(&self, facts: &CudaFacts) -> Section {
+        let row = (self.variant.head_dim + self.variant.value_dim) * self.variant.dtype.bytes();
+        if self.public.uses_wgmma {
+            Section { keys: facts.l2 / row, heads: SM90_SECTION_HEADS }
+        } else {
+            Section { keys: facts.l2 / 2 / row, heads: usize::MAX }
         }
     }
 
     /// The kernel's tile as the schedule sees it.
-    pub(super) fn tile_shape(self, problem: &Problem) -> TileShape {
-        match self {
-            Self::Sm80(kernel) => kernel.tile_shape(problem),
-            Self::Sm90(kernel) => kernel.tile_shape(problem),
-        }
-    }
-
-    /// The most work tiles of a block of threads that computes tiles as a whole from a list: those that it can recompute. None of an sm90
-    /// kernel, which recomputes a work tile before it begins the next one, and takes them from a queue.
-    pub(super) const fn max_work_tiles(self) -> Option<usize> {
-        match self {
-            Self::Sm80(_) => Some(MAX_RECOMPUTED),
-            Self::Sm90(_) => None,
-        }
-    }
-
-    /// Bytes of shared memory of a block of threads.
-    pub(crate) const fn shared_bytes(self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.shared_bytes(),
-            Self::Sm90(kernel) => kernel.shared_bytes(),
-        }
-    }
-
-    /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
-    pub(crate) const fn partial_floats(self) -> usize {
-        match self {
-            Self::Sm80(kernel) => kernel.partial_floats(),
-            Self::Sm90(kernel) => kernel.partial_floats(),
-        }
-    }
-}
-
-impl From<NativeKernel> for CudaKernel {
-    fn from(kernel: NativeKernel) -> Self {
-        match kernel {
-            NativeKernel::Sm80(kernel) => Self::Sm80(kernel),
-            NativeKernel::Sm90(kernel) => Self::Sm90(kernel),
-        }
-    }
-}
-
-impl std::fmt::Display for NativeKernel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Sm80(kernel) => kernel.fmt(f),
-            Self::Sm90(kernel) => kernel.fmt(f),
-        }
+    pub(super) fn tile_shape(&self, problem: &Problem) -> TileShape {
+        let CudaKernel { rows, keys, value_dim, warps_split_keys, .. } = self.public;
+        let panels = problem.dims().value_dim.div_ceil(value_dim);
+        let min_split_blocks = if warps_split_keys { 1 } else { 4 };
+        TileShape { rows, keys, value_dim, panels, teams: self.teams, min_split_blocks }
     }
 }

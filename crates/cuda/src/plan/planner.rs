@@ -40,7 +40,7 @@ impl Plan for CudaPlan {
     /// tile.
     fn tile(&self, sequence: &Sequence) -> TileSize {
         let rows = sequence.q_len.saturating_mul(self.problem().dims().gqa_group());
-        let size = |kernel: CudaKernel| (kernel.tile().rows(), kernel.tile().keys());
+        let size = |kernel: &CudaKernel| (kernel.rows, kernel.keys);
         let mut tiles: Vec<_> = self.kernels().map(size).collect();
         tiles.sort_unstable();
         let holds = tiles.iter().find(|tile| tile.0 >= rows);
@@ -59,7 +59,7 @@ impl Plan for CudaPlan {
 }
 
 fn is_portable(plan: &CudaPlan) -> bool {
-    plan.kernels().any(|kernel| kernel.is_portable())
+    plan.kernels().any(|kernel| kernel.is_portable)
 }
 
 /// [`Rates::start`]: launches, copies and the wait for the result.
@@ -109,7 +109,7 @@ impl Facts for CudaFacts {
             bytes(self.l2 as f64)
         );
         let of_kernel = |kernel| {
-            [("kernel", format!("{kernel}: {}", reason(self, plan, &kernel))), ("tiles", tiles(&kernel))]
+            [("kernel", format!("{kernel}: {}", reason(self, plan, kernel))), ("tiles", tiles(kernel))]
         };
         let mut lines: Vec<_> = plan.kernels().flat_map(of_kernel).collect();
         lines.push(("work tiles", plan.task_count().to_string()));
@@ -126,7 +126,7 @@ impl Facts for CudaFacts {
 
 /// Why a plan has a kernel.
 fn reason(facts: &CudaFacts, plan: &CudaPlan, kernel: &CudaKernel) -> String {
-    if kernel.is_portable() {
+    if kernel.is_portable {
         if plan.options().kernels == KernelChoice::Portable {
             "asked for".to_owned()
         } else if facts.capability < NATIVE_CAPABILITY {
@@ -134,10 +134,10 @@ fn reason(facts: &CudaFacts, plan: &CudaPlan, kernel: &CudaKernel) -> String {
         } else {
             format!("native kernels read {} only", plan.problem().dtype())
         }
-    } else if kernel.tile().warps_split_keys() {
+    } else if kernel.warps_split_keys {
         let heads = counted(plan.problem().dims().gqa_group(), "query head");
         format!("sequences with at most 16 rows ({heads} per GQA group)")
-    } else if matches!(kernel, CudaKernel::Sm90(_)) {
+    } else if kernel.uses_wgmma {
         "sequences with more than 16 rows, and some with more than the 64 of a warpgroup".to_owned()
     } else {
         "sequences with more rows than a fragment of the matrix unit has".to_owned()
@@ -146,19 +146,16 @@ fn reason(facts: &CudaFacts, plan: &CudaPlan, kernel: &CudaKernel) -> String {
 
 /// The tile of a kernel, and what a block of threads takes.
 fn tiles(kernel: &CudaKernel) -> String {
-    let (tile, size) = (kernel.tile(), bytes(kernel.shared_bytes() as f64));
-    let shared = match (tile.stages(), kernel) {
-        (Some(stages), CudaKernel::Sm90(kernel)) if kernel.key_stages() != stages => {
-            format!(
-                "{} of keys and {stages} of values in shared memory at a time ({size})",
-                kernel.key_stages()
-            )
-        }
-        (Some(stages), _) => format!("{stages} in shared memory at a time ({size})"),
-        (None, _) => format!("{size} of shared memory"),
+    let CudaKernel { rows, keys, threads, key_stages, stages, resident, is_portable, .. } = *kernel;
+    let size = bytes(kernel.shared_bytes as f64);
+    let shared = if is_portable {
+        format!("{size} of shared memory")
+    } else if key_stages != stages {
+        format!("{key_stages} of keys and {stages} of values in shared memory at a time ({size})")
+    } else {
+        format!("{stages} in shared memory at a time ({size})")
     };
-    let blocks = counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
-    let (rows, keys, threads) = (tile.rows(), tile.keys(), tile.threads());
+    let blocks = counted(resident, if is_portable { "threadgroup" } else { "block" });
     format!("{rows} rows x {keys} keys, {shared}, {threads} threads, {blocks} per multiprocessor")
 }
 
@@ -174,16 +171,15 @@ fn splits_reason(plan: &CudaPlan) -> &'static str {
     }
 }
 
-fn fields(kernel: CudaKernel) -> Field {
-    let tile = kernel.tile();
+fn fields(kernel: &CudaKernel) -> Field {
     let mut fields: Vec<(&'static str, Field)> = vec![
-        ("kernel", kernel.to_string().into()),
-        ("tile_rows", tile.rows().into()),
-        ("block_k", tile.keys().into()),
-        ("threads", tile.threads().into()),
-        ("resident", tile.resident().into()),
-        ("shared_bytes", kernel.shared_bytes().into()),
+        ("kernel", kernel.name.clone().into()),
+        ("tile_rows", kernel.rows.into()),
+        ("block_k", kernel.keys.into()),
+        ("threads", kernel.threads.into()),
+        ("resident", kernel.resident.into()),
+        ("shared_bytes", kernel.shared_bytes.into()),
     ];
-    fields.extend(tile.stages().map(|stages| ("stages", stages.into())));
+    fields.extend((kernel.stages > 0).then(|| ("stages", kernel.stages.into())));
     fields.into()
 }

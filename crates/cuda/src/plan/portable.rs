@@ -1,12 +1,13 @@
 //! Plans of the kernels of the kernel language on CUDA devices.
 
 use super::facts::{CudaFacts, NATIVE_CAPABILITY, RESERVED_SHARED};
+use super::kernel::CudaKernel;
 use super::launch::{MAX_BLOCK_THREADS, MAX_GRID};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::facts::GpuFacts;
 use flashtile_gpu::plan::Plan;
-pub use flashtile_gpu::portable_kernel::PortableKernel;
+use flashtile_gpu::portable_kernel::PortableKernel;
 pub use flashtile_gpu::tile::PortableTile;
 
 /// Registers of a thread, 255, as they are allocated (CUDA Programming Guide, "technical specifications per compute capability").
@@ -34,7 +35,7 @@ impl From<&CudaFacts> for GpuFacts {
 /// A plan of the portable kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Portable {
-    pub(crate) kernel: PortableKernel,
+    pub(crate) kernel: CudaKernel,
     pub(crate) plan: Plan,
 }
 
@@ -46,7 +47,22 @@ impl Portable {
         asked: Option<PortableTile>,
     ) -> Result<Self, Unsupported> {
         let plan = Plan::new(problem, &facts.into(), options, asked)?;
-        let kernel = PortableKernel::new("cuda", problem, *plan.tile());
+        let (kernel, tile) = (PortableKernel::new("cuda", problem, *plan.tile()), plan.tile());
+        let kernel = CudaKernel {
+            name: kernel.to_string(),
+            is_portable: true,
+            uses_wgmma: false,
+            head_dim: kernel.head_dim(),
+            value_dim: kernel.value_dim(),
+            rows: tile.rows(),
+            keys: tile.keys(),
+            threads: tile.threads(),
+            key_stages: 0,
+            stages: 0,
+            resident: tile.resident(),
+            warps_split_keys: !tile.is_prefill(),
+            shared_bytes: kernel.shared_bytes(),
+        };
         Ok(Self { kernel, plan })
     }
 }

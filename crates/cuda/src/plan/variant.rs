@@ -1,5 +1,5 @@
-//! Properties of native kernels of every architecture: when they modify scores, the shared memory of a row,
-//! and their names.
+//! The constants of native kernels of every architecture beside their tiles, and what follows from them: names, the shared memory of a
+//! row.
 
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -9,16 +9,46 @@ use flashtile_core::problem::Problem;
 /// not: scores above 2^31 leave a difference that overflows. Larger scales are multiplied before.
 const MAX_FUSED_SCALE: f32 = 1024.0;
 
-/// True if kernels modify scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or exceeds
-/// 2^10.
-pub(super) fn has_bias(problem: &Problem) -> bool {
-    let desc = problem.desc();
-    desc.mask.is_some()
-        || desc.softcap.is_some()
-        || desc.alibi
-        || desc.tree
-        || !(0.0..=MAX_FUSED_SCALE).contains(&problem.scale())
-        || problem.scale() == 0.0
+/// The constants of a native kernel beside its tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NativeVariant {
+    pub(crate) dtype: Dtype,
+    /// Head dimension, rounded up.
+    pub(crate) head_dim: usize,
+    /// Columns of v that a work tile computes, rounded up; wider values are cut into panels.
+    pub(crate) value_dim: usize,
+    /// True if keys lie in pages.
+    pub(crate) paged: bool,
+    /// True if the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
+    /// exceeds 2^10.
+    pub(crate) has_bias: bool,
+    /// True if there is a materialised mask.
+    pub(crate) has_mask: bool,
+}
+
+impl NativeVariant {
+    /// The constants for a problem, with dimensions that its kernels are compiled for.
+    pub(super) fn new(problem: &Problem, head_dim: usize, value_dim: usize) -> Self {
+        let (desc, scale) = (problem.desc(), problem.scale());
+        let has_mask = desc.mask.is_some();
+        let fuses_scale = scale > 0.0 && scale <= MAX_FUSED_SCALE;
+        let has_bias = has_mask || desc.softcap.is_some() || desc.alibi || desc.tree || !fuses_scale;
+        Self { dtype: problem.dtype(), head_dim, value_dim, paged: problem.is_cached(), has_bias, has_mask }
+    }
+
+    /// The name of the kernel with a tile of `rows` and `keys`, which `products` multiply, as
+    /// [`CudaKernel::name`](super::kernel::CudaKernel::name) says.
+    pub(super) fn name(&self, op: &str, products: &str, rows: usize, keys: usize) -> String {
+        let Self { dtype, head_dim, value_dim, paged, has_bias, has_mask } = *self;
+        let columns = if value_dim == head_dim { String::new() } else { format!("x{value_dim}") };
+        let pages = if paged { "-paged" } else { "" };
+        let scores = match (has_mask, has_bias) {
+            (true, _) => "-mask",
+            (false, true) => "-bias",
+            (false, false) => "",
+        };
+        format!("cuda-{op}-{dtype}-d{head_dim}{columns}-{products}{rows}x{keys}{pages}{scores}")
+    }
 }
 
 /// Bytes of a row's mask in shared memory: of the keys that it sees, and of its bias.
@@ -26,50 +56,13 @@ pub(super) const fn row_mask_bytes(has_bias: bool) -> usize {
     if has_bias { 40 } else { 8 }
 }
 
-/// The first kernel whose shared memory fits the device.
-pub(super) fn first_that_fits<K>(
-    kernels: impl Iterator<Item = K> + Clone,
-    shared_bytes: impl Fn(&K) -> usize,
+/// The first tile whose shared memory fits the device.
+pub(super) fn first_that_fits<T: Copy>(
+    tiles: &[T],
+    shared_bytes: impl Fn(&T) -> usize,
     available: usize,
-) -> Result<K, Unsupported> {
-    let needed = kernels.clone().map(|kernel| shared_bytes(&kernel)).min().unwrap_or(0);
-    let mut kernels = kernels;
-    kernels
-        .find(|kernel| shared_bytes(kernel) <= available)
-        .ok_or(Unsupported::SharedMemory { needed, available })
-}
-
-/// The name of a native kernel by [`Display`](std::fmt::Display): `cuda-{op}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where
-/// that differs. The variant is `{products}{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores
-/// are modified.
-pub(super) struct NativeName {
-    pub(super) op: &'static str,
-    pub(super) dtype: Dtype,
-    pub(super) head_dim: usize,
-    pub(super) value_dim: usize,
-    /// The instructions that multiply.
-    pub(super) products: &'static str,
-    pub(super) rows: usize,
-    pub(super) keys: usize,
-    pub(super) paged: bool,
-    pub(super) has_bias: bool,
-    pub(super) has_mask: bool,
-}
-
-impl std::fmt::Display for NativeName {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "cuda-{}-{}-d{}", self.op, self.dtype, self.head_dim)?;
-        if self.value_dim != self.head_dim {
-            write!(f, "x{}", self.value_dim)?;
-        }
-        write!(f, "-{}{}x{}", self.products, self.rows, self.keys)?;
-        if self.paged {
-            f.write_str("-paged")?;
-        }
-        f.write_str(match (self.has_mask, self.has_bias) {
-            (true, _) => "-mask",
-            (false, true) => "-bias",
-            (false, false) => "",
-        })
-    }
+) -> Result<T, Unsupported> {
+    let needed = tiles.iter().map(&shared_bytes).min().unwrap_or(0);
+    let fits = tiles.iter().find(|tile| shared_bytes(tile) <= available);
+    fits.copied().ok_or(Unsupported::SharedMemory { needed, available })
 }

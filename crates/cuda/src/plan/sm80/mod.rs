@@ -3,5 +3,4 @@
 mod kernel;
 mod tile;
 
-pub use kernel::Sm80Kernel;
 pub use tile::Sm80Tile;

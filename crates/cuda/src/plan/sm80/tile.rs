@@ -3,7 +3,7 @@
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 
-/// How a block of threads of an [`Sm80Kernel`](super::Sm80Kernel) divides its work.
+/// How a block of threads of the `mma.sync` kernels divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm80Tile {
     /// Warps over the rows of a tile.
@@ -81,50 +81,29 @@ impl Sm80Tile {
     }
 
     /// Query rows of a tile.
-    #[must_use]
-    pub const fn rows(&self) -> usize {
+    pub(super) const fn rows(&self) -> usize {
         16 * self.fragments * self.warps_q
     }
 
     /// Keys of a tile.
-    #[must_use]
-    pub const fn keys(&self) -> usize {
+    pub(super) const fn keys(&self) -> usize {
         self.warp_keys * self.warps_k
     }
 
     /// Threads of a block.
-    #[must_use]
-    pub const fn threads(&self) -> usize {
+    pub(super) const fn threads(&self) -> usize {
         32 * self.warps_q * self.warps_k
-    }
-
-    /// Tiles of keys, and of values, in shared memory.
-    #[must_use]
-    pub const fn stages(&self) -> usize {
-        self.stages
-    }
-
-    /// Blocks of threads that a multiprocessor holds at a time.
-    #[must_use]
-    pub const fn resident(&self) -> usize {
-        self.resident
     }
 
     /// Returns true if warps divide the keys of a tile, each with keys of its own, and not its rows: for few
     /// rows.
-    #[must_use]
-    pub const fn warps_split_keys(&self) -> bool {
+    pub(crate) const fn warps_split_keys(&self) -> bool {
         self.warps_q == 1
     }
 
     /// Teams of warps that end a tile each for itself.
-    pub(super) const fn teams(&self) -> usize {
+    pub(in crate::plan) const fn teams(&self) -> usize {
         if self.warps_q == 8 { 2 } else { 1 }
-    }
-
-    /// The fewest blocks of keys for which a split of a tile is worth its partial result.
-    pub(super) const fn min_split_blocks(&self) -> usize {
-        if self.warps_split_keys() { 1 } else { 4 }
     }
 }
 

@@ -5,8 +5,8 @@ use super::tile::{
     f32_candidates,
 };
 use crate::plan::facts::CudaFacts;
-use crate::plan::schedule::TileShape;
-use crate::plan::variant::{NativeName, first_that_fits, has_bias, row_mask_bytes};
+use crate::plan::kernel::CudaKernel;
+use crate::plan::variant::{NativeVariant, first_that_fits, row_mask_bytes};
 use crate::plan::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -38,31 +38,8 @@ const MAX_SHARED_BYTES: usize = 227 << 10;
 /// Bytes of the flags that the warps of a block share.
 const FLAG_BYTES: usize = 24;
 
-/// A kernel for compute capability 9.0: one source, specialised by these constants.
-///
-/// Its name is `cuda-prefill-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs.
-/// Dimensions are the compiled ones, multiples of 32: zeros in shared memory fill the rest where the problem
-/// has less. The variant is `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or
-/// `-mask` where scores are modified.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Sm90Kernel {
-    pub(crate) dtype: Dtype,
-    /// Head dimension, rounded up.
-    pub(crate) head_dim: usize,
-    /// Columns of v that a work tile computes, rounded up; wider values of f32 are cut into panels.
-    pub(crate) value_dim: usize,
-    pub(crate) tile: Sm90Tile,
-    /// True if keys lie in pages.
-    pub(crate) paged: bool,
-    /// True if the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or
-    /// exceeds 2^10.
-    pub(crate) has_bias: bool,
-    /// True if there is a materialised mask.
-    pub(crate) has_mask: bool,
-}
-
-impl Sm90Kernel {
-    /// Returns true if this kernel computes a launch whose sequences have up to `rows` rows for each key/value head: more rows than one
+impl Sm90Tile {
+    /// Returns true if these kernels compute a launch whose sequences have up to `rows` rows for each key/value head: more rows than one
     /// warpgroup has.
     pub(in crate::plan) fn takes(problem: &Problem, facts: &CudaFacts, rows: usize) -> bool {
         rows > WARPGROUP_ROWS && Self::refusal(problem, facts).is_none()
@@ -82,17 +59,17 @@ impl Sm90Kernel {
         }
     }
 
-    /// The kernel for the launch of some `sequences`, with the tile `asked` or the best that the device holds.
+    /// The kernel for the launch of some `sequences`: its constants, and the tile `asked` or the best that the device holds.
     pub(in crate::plan) fn choose(
         problem: &Problem,
         facts: &CudaFacts,
         sequences: &[usize],
-        asked: Option<Sm90Tile>,
-    ) -> Result<Self, Unsupported> {
+        asked: Option<Self>,
+    ) -> Result<(NativeVariant, Self), Unsupported> {
         if let Some(why) = Self::refusal(problem, facts) {
             return Err(Unsupported::Tile { why });
         }
-        let (dims, dtype, paged) = (problem.dims(), problem.dtype(), problem.is_cached());
+        let (dims, dtype) = (problem.dims(), problem.dtype());
         let is_wide = dims.head_dim.max(dims.value_dim) > MAX_NARROW_DIM;
         let head_dim = dims.head_dim.next_multiple_of(32);
         let value_dim = match dtype {
@@ -105,14 +82,14 @@ impl Sm90Kernel {
                 dims.value_dim.next_multiple_of(if is_wide { 2 * PANEL_COLUMNS } else { 32 })
             }
         };
-        let (has_bias, has_mask) = (has_bias(problem), problem.desc().mask.is_some());
+        let variant = NativeVariant::new(problem, head_dim, value_dim);
         let candidates = match asked {
             Some(tile) => {
                 tile.check()?;
                 if dtype == Dtype::F32 && tile.warpgroups > MAX_F32_WARPGROUPS {
                     return Err(Unsupported::Tile { why: "1 or 2 warpgroups multiply f32" });
                 }
-                if tile.warpgroups == 4 && (head_dim.max(value_dim).max(tile.keys) > 64 || has_bias) {
+                if tile.warpgroups == 4 && (head_dim.max(value_dim).max(tile.keys) > 64 || variant.has_bias) {
                     return Err(Unsupported::Tile {
                         why: "4 warpgroups have registers for at most 64 keys and 64 columns, and none for what modifies scores",
                     });
@@ -125,83 +102,66 @@ impl Sm90Kernel {
                 vec![tile]
             }
             None if dtype == Dtype::F32 => f32_candidates(head_dim, value_dim),
-            None => candidates(head_dim, value_dim, &workload(problem, facts, sequences, has_bias)),
+            None => candidates(head_dim, value_dim, &workload(problem, facts, sequences, variant.has_bias)),
         };
-        let with = |tile| Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask };
-        let kernels = candidates.into_iter().map(with);
-        first_that_fits(kernels, Self::shared_bytes, facts.shared_per_block)
+        let shared_bytes = |tile: &Self| tile.shared_bytes(&variant);
+        Ok((variant, first_that_fits(&candidates, shared_bytes, facts.shared_per_block)?))
     }
 
-    /// Head dimension that the kernel is compiled for.
-    #[must_use]
-    pub const fn head_dim(&self) -> usize {
-        self.head_dim
-    }
-
-    /// Columns of v that a work tile computes.
-    #[must_use]
-    pub const fn value_dim(&self) -> usize {
-        self.value_dim
-    }
-
-    /// How a block of threads divides its work.
-    #[must_use]
-    pub const fn tile(&self) -> &Sm90Tile {
-        &self.tile
-    }
-
-    /// True if TMA copies rows that it can read. f32 is copied by threads, which split it.
-    pub(crate) const fn uses_tma(&self) -> bool {
-        !matches!(self.dtype, Dtype::F32)
-    }
-
-    /// The kernel's tile as the schedule sees it.
-    pub(in crate::plan) fn tile_shape(&self, problem: &Problem) -> TileShape {
-        TileShape {
-            rows: self.tile.rows(),
-            keys: self.tile.keys(),
-            value_dim: self.value_dim,
-            panels: problem.dims().value_dim.div_ceil(self.value_dim),
-            teams: self.tile.teams(),
-            min_split_blocks: self.tile.min_split_blocks(),
+    /// Describes the kernel with this tile to callers.
+    pub(in crate::plan) fn describe(&self, variant: &NativeVariant) -> CudaKernel {
+        let (rows, keys) = (self.rows(), self.keys);
+        CudaKernel {
+            name: variant.name("prefill", "wgmma", rows, keys),
+            is_portable: false,
+            uses_wgmma: true,
+            head_dim: variant.head_dim,
+            value_dim: variant.value_dim,
+            rows,
+            keys,
+            // With the warpgroup that copies.
+            threads: 128 * (self.warpgroups + 1),
+            key_stages: self.key_stages(variant),
+            stages: self.stages,
+            resident: 1,
+            warps_split_keys: false,
+            shared_bytes: self.shared_bytes(variant),
         }
     }
 
     /// Work tiles whose rows of q are in shared memory: two where they fit, so that the next one's are copied early, else one.
-    pub(crate) const fn q_stages(&self) -> usize {
-        let needed = self.shared_bytes_with(WORK_TILES, self.tile.stages);
-        if self.uses_tma() && needed <= MAX_SHARED_BYTES { WORK_TILES } else { 1 }
+    pub(crate) const fn q_stages(&self, variant: &NativeVariant) -> usize {
+        let needed = self.shared_bytes_with(variant, WORK_TILES, self.stages);
+        if is_f32(variant) || needed > MAX_SHARED_BYTES { 1 } else { WORK_TILES }
     }
 
     /// Tiles of keys in shared memory: one more than of values where those are two and there is room for it, but not for rows of q of a second work
     /// tile. It pays in kernels without biases, since these let keys go late, and of one or two warpgroups with rows of their own. Beside rows of q of
     /// two work tiles it gained nothing. With NVRTC before 12.9 kernels do not use it.
-    #[must_use]
-    pub const fn key_stages(&self) -> usize {
-        let Sm90Tile { warpgroups, stages, shares_rows, .. } = self.tile;
-        let lets_keys_go_late = self.uses_tma() && !shares_rows && !self.has_bias && warpgroups <= 2;
-        let fits = self.shared_bytes_with(1, stages + 1) <= MAX_SHARED_BYTES;
-        if lets_keys_go_late && stages == 2 && self.q_stages() == 1 && fits { stages + 1 } else { stages }
+    const fn key_stages(&self, variant: &NativeVariant) -> usize {
+        let Self { warpgroups, stages, shares_rows, .. } = *self;
+        let lets_keys_go_late = !is_f32(variant) && !shares_rows && !variant.has_bias && warpgroups <= 2;
+        let fits = self.shared_bytes_with(variant, 1, stages + 1) <= MAX_SHARED_BYTES;
+        let has_one_more = lets_keys_go_late && stages == 2 && self.q_stages(variant) == 1 && fits;
+        if has_one_more { stages + 1 } else { stages }
     }
 
     /// Bytes of shared memory: those that the kernel asserts.
-    #[must_use]
-    pub const fn shared_bytes(&self) -> usize {
-        self.shared_bytes_with(self.q_stages(), self.key_stages())
+    const fn shared_bytes(&self, variant: &NativeVariant) -> usize {
+        self.shared_bytes_with(variant, self.q_stages(variant), self.key_stages(variant))
     }
 
     /// Bytes of shared memory with rows of q of `q_stages` work tiles and `key_stages` tiles of keys. Rows of q, keys and values are cut into panels
     /// of 64 columns of 16 bits.
-    const fn shared_bytes_with(&self, q_stages: usize, key_stages: usize) -> usize {
-        let Sm90Tile { keys, stages, shares_rows, .. } = self.tile;
-        let terms = if matches!(self.dtype, Dtype::F32) { F32_TERMS } else { 1 };
-        let row = terms * self.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let value_row = terms * self.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
-        let q = q_stages * self.tile.rows() * row;
+    const fn shared_bytes_with(&self, variant: &NativeVariant, q_stages: usize, key_stages: usize) -> usize {
+        let (Self { keys, stages, shares_rows, .. }, rows) = (*self, self.rows());
+        let terms = if is_f32(variant) { F32_TERMS } else { 1 };
+        let row = terms * variant.head_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let value_row = terms * variant.value_dim.div_ceil(PANEL_COLUMNS) * PANEL_ROW_BYTES;
+        let q = q_stages * rows * row;
         let rings = keys * (key_stages * row + stages * value_row);
-        let row_masks = WORK_TILES * self.tile.rows() * row_mask_bytes(self.has_bias);
-        let barriers =
-            (q_stages + 1) * (self.tile.rows() / WARPGROUP_ROWS) + 3 * WORK_TILES + 2 * (key_stages + stages);
+        let row_masks = WORK_TILES * rows * row_mask_bytes(variant.has_bias);
+        let barriers = (q_stages + 1) * (rows / WARPGROUP_ROWS) + 3 * WORK_TILES + 2 * (key_stages + stages);
         let shared_rows = if shares_rows { SHARED_ROWS_BYTES } else { 0 };
         shared_rows
             + q
@@ -211,11 +171,11 @@ impl Sm90Kernel {
             + BARRIER_BYTES * barriers
             + FLAG_BYTES
     }
+}
 
-    /// f32 of a partial result: the unnormalised output, row_max and row_sum of each row.
-    pub(crate) const fn partial_floats(&self) -> usize {
-        self.tile.rows() * (self.value_dim + 2 * self.tile.value_consumers())
-    }
+/// True if threads copy rows and split them; otherwise TMA copies those that it can read.
+const fn is_f32(variant: &NativeVariant) -> bool {
+    matches!(variant.dtype, Dtype::F32)
 }
 
 /// Describes a launch of `sequences` to the choice of its tile.
@@ -243,14 +203,6 @@ fn workload(problem: &Problem, facts: &CudaFacts, sequences: &[usize], has_bias:
     }
 }
 
-impl std::fmt::Display for Sm90Kernel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *self;
-        let (op, products, rows, keys) = ("prefill", "wgmma", tile.rows(), tile.keys());
-        NativeName { op, dtype, head_dim, value_dim, products, rows, keys, paged, has_bias, has_mask }.fmt(f)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -258,10 +210,10 @@ mod tests {
     #[test]
     fn keys_have_a_stage_more_where_there_is_room_and_they_go_late() {
         let stages = |dtype, [head_dim, value_dim]: [usize; 2], tile: Sm90Tile, has_bias| {
-            let kernel =
-                Sm90Kernel { dtype, head_dim, value_dim, tile, paged: false, has_bias, has_mask: false };
-            assert!(kernel.shared_bytes() <= MAX_SHARED_BYTES, "{kernel}");
-            (kernel.q_stages(), kernel.key_stages())
+            let variant =
+                NativeVariant { dtype, head_dim, value_dim, paged: false, has_bias, has_mask: false };
+            assert!(tile.shared_bytes(&variant) <= MAX_SHARED_BYTES, "{tile:?} {variant:?}");
+            (tile.q_stages(&variant), tile.key_stages(&variant))
         };
         let bf16 = |dims, keys| stages(Dtype::BF16, dims, Sm90Tile::new(2, keys, 2), false);
         assert_eq!(bf16([256, 256], 64), (1, 3));

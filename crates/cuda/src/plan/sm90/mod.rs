@@ -3,6 +3,5 @@
 mod kernel;
 mod tile;
 
-pub use kernel::Sm90Kernel;
 pub use tile::Sm90Tile;
 pub(crate) use tile::WARPGROUP_ROWS;

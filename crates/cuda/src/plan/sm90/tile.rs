@@ -12,8 +12,8 @@ pub(super) const MAX_F32_VALUE_DIM: usize = 128;
 /// Rows of a product of a warpgroup.
 pub(crate) const WARPGROUP_ROWS: usize = 64;
 
-/// How a block of threads of an [`Sm90Kernel`](super::Sm90Kernel) divides its work: warpgroups that multiply (consumers), and one that
-/// copies (the producer).
+/// How a block of threads of the `wgmma` kernels divides its work: warpgroups that multiply (consumers), and one that copies (the
+/// producer).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Tile {
     /// Warpgroups that multiply: with 64 rows each, or, if `shares_rows`, two with 64 rows together.
@@ -72,48 +72,13 @@ impl Sm90Tile {
     }
 
     /// Query rows of a tile.
-    #[must_use]
-    pub const fn rows(&self) -> usize {
+    pub(crate) const fn rows(&self) -> usize {
         WARPGROUP_ROWS * self.warpgroups / self.value_consumers()
     }
 
     /// Warpgroups that share rows, each with columns of the output of its own.
     pub(crate) const fn value_consumers(&self) -> usize {
         if self.shares_rows { 2 } else { 1 }
-    }
-
-    /// Keys of a tile.
-    #[must_use]
-    pub const fn keys(&self) -> usize {
-        self.keys
-    }
-
-    /// Threads of a block, including the warpgroup that copies.
-    #[must_use]
-    pub const fn threads(&self) -> usize {
-        128 * (self.warpgroups + 1)
-    }
-
-    /// Tiles of values in shared memory; of keys as many, or one more.
-    #[must_use]
-    pub const fn stages(&self) -> usize {
-        self.stages
-    }
-
-    /// Blocks of threads that a multiprocessor holds at a time.
-    #[must_use]
-    pub const fn resident(&self) -> usize {
-        1
-    }
-
-    /// Warpgroups that end a tile each for itself, with a counter each.
-    pub(super) const fn teams(&self) -> usize {
-        self.warpgroups
-    }
-
-    /// The fewest blocks of keys for which a split of a tile is worth its partial result.
-    pub(super) const fn min_split_blocks(&self) -> usize {
-        4
     }
 }
 
