@@ -23,7 +23,7 @@ use flashtile_kernel::cuda::{Function, Gpu, Grid, Memory};
 use std::sync::Arc;
 
 /// The functions of a plan's kernels on the device.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct NativeFunctions {
     /// The functions of each launch: by the fastest access, and by others once they were needed.
     forward: Vec<Vec<(Access, Arc<Function>)>>,

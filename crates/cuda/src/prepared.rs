@@ -22,16 +22,12 @@ pub struct Prepared {
     /// The device, on the stream of the runs.
     gpu: Gpu,
     plan: CudaPlan,
-    loaded: Loaded,
+    /// Functions of native kernels; none of a portable plan.
+    functions: NativeFunctions,
+    /// Runs of a portable plan, from the first one on.
+    runs: Option<Runs<Memory>>,
     /// The memory that every run needs beside its tensors.
     scratch: Memory,
-}
-
-/// The kernels of a plan on the device.
-#[derive(Debug)]
-enum Loaded {
-    Native(NativeFunctions),
-    Portable(Box<Runs<Memory>>),
 }
 
 impl Cuda {
@@ -61,10 +57,7 @@ impl Cuda {
 
 impl Prepared {
     fn new(cuda: &Cuda, plan: CudaPlan, gpu: Gpu, scratch: Memory) -> Result<Self, CudaError> {
-        let facts = cuda.facts();
-        let shared = plan.kernels().map(|kernel| kernel.shared_bytes).max().unwrap_or(0);
-        let runs = plan.native().is_none_or(|native| native.runs_on(facts));
-        if shared > facts.shared_per_block || !runs {
+        if !plan.kernels().all(|kernel| cuda.facts().runs(kernel)) {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
         let (needed, got) = (plan.workspace_bytes(), scratch.bytes());
@@ -75,16 +68,16 @@ impl Prepared {
         if !at.is_multiple_of(256) {
             return Err(CudaError::ScratchAlignment { at });
         }
-        let loaded = match plan.planned_kernels() {
-            PlannedKernels::Native(native) => Loaded::Native(NativeFunctions::new(cuda, native)?),
+        let functions = match plan.planned_kernels() {
+            PlannedKernels::Native(native) => NativeFunctions::new(cuda, native)?,
             PlannedKernels::Portable(portable) => {
                 for (instance, constants) in portable.plan.loads(16, USUAL_PAGE_SIZE)? {
                     gpu.function(&instance, &constants)?;
                 }
-                Loaded::Portable(Box::new(Runs::new(portable::workspace(&gpu, &portable.plan, at))))
+                NativeFunctions::default()
             }
         };
-        let mut prepared = Self { cuda: cuda.clone(), gpu, plan, loaded, scratch };
+        let mut prepared = Self { cuda: cuda.clone(), gpu, plan, functions, runs: None, scratch };
         prepared.write(false)?;
         Ok(prepared)
     }
@@ -199,19 +192,16 @@ impl Prepared {
         inputs: &GpuInputs<'_, Memory>,
         outputs: &mut GpuOutputs<'_, Memory>,
     ) -> Result<(), CudaError> {
-        let Self { cuda, gpu, plan, loaded, scratch } = self;
-        match (plan.planned_kernels(), loaded) {
-            (PlannedKernels::Portable(portable), Loaded::Portable(runs)) => {
-                Ok(runs.run(gpu, portable.plan.launches(), inputs, outputs)?)
-            }
-            (PlannedKernels::Native(native), Loaded::Native(functions)) => {
-                let scratch = scratch.address();
+        let Self { cuda, gpu, plan, functions, runs, scratch } = self;
+        let scratch = scratch.address();
+        match plan.planned_kernels() {
+            PlannedKernels::Native(native) => {
                 NativeRun { cuda, gpu, plan, native, functions, scratch }.run(inputs, outputs)
             }
-            // `update` keeps the kind of kernels.
-            (PlannedKernels::Native(_), Loaded::Portable(_))
-            | (PlannedKernels::Portable(_), Loaded::Native(_)) => {
-                Err(CudaError::OtherDevice { kernel: plan.kernel() })
+            PlannedKernels::Portable(portable) => {
+                let workspace = || portable::workspace(gpu, &portable.plan, scratch);
+                let runs = runs.get_or_insert_with(|| Runs::new(workspace()));
+                Ok(runs.run(gpu, portable.plan.launches(), inputs, outputs)?)
             }
         }
     }

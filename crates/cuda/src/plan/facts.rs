@@ -1,5 +1,7 @@
 //! Facts of a CUDA device that the planner needs.
 
+use super::kernel::CudaKernel;
+
 /// The facts that the planner needs about a CUDA device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
@@ -40,6 +42,13 @@ pub(crate) const WGMMA_COMPILER: (i32, i32) = (12, 0);
 pub(super) const RESERVED_SHARED: usize = 1024;
 
 impl CudaFacts {
+    /// Returns true if the device runs a kernel.
+    pub(crate) fn runs(&self, kernel: &CudaKernel) -> bool {
+        let has_native = self.capability >= NATIVE_CAPABILITY;
+        let has_instructions = if kernel.uses_wgmma { self.wgmma } else { kernel.is_portable || has_native };
+        has_instructions && kernel.shared_bytes <= self.shared_per_block
+    }
+
     /// Blocks of threads, each with `shared` bytes of shared memory and `registers` registers, that a multiprocessor holds at a time.
     pub(super) const fn resident(&self, shared: usize, registers: usize) -> usize {
         let by_shared = self.shared_per_multiprocessor / (shared + RESERVED_SHARED);

@@ -108,14 +108,6 @@ impl NativePlan {
         Some(Regions { work_tiles, counters, written, mask_tiles, partials, len })
     }
 
-    /// True if the device runs all of the kernels, shared memory aside.
-    pub(crate) fn runs_on(&self, facts: &CudaFacts) -> bool {
-        let runs = |kernel: &CudaKernel| {
-            if kernel.uses_wgmma { facts.wgmma } else { facts.capability >= NATIVE_CAPABILITY }
-        };
-        self.launches.iter().all(|launch| runs(&launch.kernel.public))
-    }
-
     pub(crate) fn launches(&self) -> &[Launch<NativeKernel>] {
         &self.launches
     }
