@@ -40,30 +40,6 @@ impl PortableKernel {
         }
     }
 
-    /// Returns true if keys lie in pages.
-    #[must_use]
-    pub const fn is_paged(&self) -> bool {
-        self.paged
-    }
-
-    /// Head dimension.
-    #[must_use]
-    pub const fn head_dim(&self) -> usize {
-        self.variant.head_dim
-    }
-
-    /// Columns of v.
-    #[must_use]
-    pub const fn value_dim(&self) -> usize {
-        self.variant.value_dim
-    }
-
-    /// How a threadgroup divides its work.
-    #[must_use]
-    pub const fn tile(&self) -> &PortableTile {
-        &self.tile
-    }
-
     /// Bytes of shared memory of a threadgroup.
     #[must_use]
     pub fn shared_bytes(&self) -> usize {

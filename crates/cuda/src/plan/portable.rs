@@ -47,13 +47,14 @@ impl Portable {
         asked: Option<PortableTile>,
     ) -> Result<Self, Unsupported> {
         let plan = Plan::new(problem, &facts.into(), options, asked)?;
-        let (kernel, tile) = (PortableKernel::new("cuda", problem, *plan.tile()), plan.tile());
+        let (tile, dims) = (plan.tile(), problem.dims());
+        let kernel = PortableKernel::new("cuda", problem, *tile);
         let kernel = CudaKernel {
             name: kernel.to_string(),
             is_portable: true,
             uses_wgmma: false,
-            head_dim: kernel.head_dim(),
-            value_dim: kernel.value_dim(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
             rows: tile.rows(),
             keys: tile.keys(),
             threads: tile.threads(),
