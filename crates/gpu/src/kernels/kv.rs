@@ -67,7 +67,7 @@ pub struct KvHead {
 
 /// The keys, or the values, of a tile's head: `strides` are over batch entry or page, head and row, in bytes.
 #[device]
-pub fn kv_head<const FORMAT: u32, const D: usize>(
+pub fn kv_head<const FORMAT: u32, const DIM: usize>(
     tile: RowTile,
     params: &Attend,
     strides: [u64; 3],
@@ -82,7 +82,7 @@ pub fn kv_head<const FORMAT: u32, const D: usize>(
     }
     let first = entry * strides[0] + tile.kv_head as u64 * strides[1];
     let head = KvHead {
-        source: source_at::<FORMAT, D>(first, strides[0], strides[2], params.page),
+        source: source_at::<FORMAT, DIM>(first, strides[0], strides[2], params.page),
         levels,
         paging,
         start: tile.sequence.kv_start,
@@ -154,7 +154,7 @@ pub fn key_group(table: &Buffer<u32>, head: KvHead, first: u32) -> KeyGroup {
 /// The row of key `offset` of a group, or of the last key that is read. Of a group in one page, keys before the first one that is
 /// visible are read too: they are the sequence's.
 #[device]
-pub fn row_of_key<const FORMAT: u32, const D: usize>(
+pub fn row_of_key<const FORMAT: u32, const DIM: usize>(
     table: &Buffer<u32>,
     head: KvHead,
     group: KeyGroup,
@@ -162,57 +162,63 @@ pub fn row_of_key<const FORMAT: u32, const D: usize>(
 ) -> Row {
     if head.paging == PAGED {
         let place = paged_place(table, head, (group.first + offset).max(head.low).min(head.last));
-        return row_at::<FORMAT, D>(head.source, place.page as u64, place.row);
+        return row_at::<FORMAT, DIM>(head.source, place.page as u64, place.row);
     }
-    row_at::<FORMAT, D>(head.source, group.page as u64, (group.row + offset).min(group.last_row))
+    row_at::<FORMAT, DIM>(head.source, group.page as u64, (group.row + offset).min(group.last_row))
 }
 
 /// A lane's words of 16 keys.
 #[device]
-pub struct KeyWords<const W: usize> {
+pub struct KeyWords<const K_WORDS: usize> {
     /// Words of key rows `r` and `8 + r`.
-    pub words: [[u32; W]; 2],
+    pub words: [[u32; K_WORDS]; 2],
     /// Words of the scales of these rows.
     pub scales: [[u32; 2]; 2],
 }
 
 /// A lane's words of 16 values.
 #[device]
-pub struct ValueWords<const W: usize> {
+pub struct ValueWords<const V_WORDS: usize> {
     /// Words of value rows `2 p`, `2 p + 1`, `2 p + 8` and `2 p + 9`.
-    pub words: [[u32; W]; 4],
+    pub words: [[u32; V_WORDS]; 4],
     /// Words of the scales of these rows, where they are norms of the halves.
     pub scales: [[u32; 2]; 4],
 }
 
 /// No keys, before any are loaded.
 #[device]
-pub fn no_keys<const W: usize>() -> KeyWords<W> {
-    let keys = KeyWords::<W> { words: [[0u32; W]; 2], scales: [[0u32; 2]; 2] };
+pub fn no_keys<const K_WORDS: usize>() -> KeyWords<K_WORDS> {
+    let keys = KeyWords::<K_WORDS> { words: [[0u32; K_WORDS]; 2], scales: [[0u32; 2]; 2] };
     keys
 }
 
 /// No values, before any are loaded.
 #[device]
-pub fn no_values<const W: usize>() -> ValueWords<W> {
-    let values = ValueWords::<W> { words: [[0u32; W]; 4], scales: [[0u32; 2]; 4] };
+pub fn no_values<const V_WORDS: usize>() -> ValueWords<V_WORDS> {
+    let values = ValueWords::<V_WORDS> { words: [[0u32; V_WORDS]; 4], scales: [[0u32; 2]; 4] };
     values
 }
 
 /// Loads the keys of a group.
 #[device]
 #[inline(always)]
-pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
+pub fn load_keys<const K_FORMAT: u32, const HEAD_DIM: usize, const K_WORDS: usize>(
     kv: KvMemory,
     head: KvHead,
     group: KeyGroup,
-) -> KeyWords<W> {
-    let mut keys = no_keys::<W>();
+) -> KeyWords<K_WORDS> {
+    let mut keys = no_keys::<K_WORDS>();
     for h in 0..2usize {
-        let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
-        keys.words[h] =
-            fetch::<FORMAT, D, 4, W>(kv.k, row, matrix_pair(), head.levels, kv.codebooks, kv.row_align);
-        keys.scales[h] = fetch_scale::<FORMAT, D>(kv.k, row);
+        let row = row_of_key::<K_FORMAT, HEAD_DIM>(kv.table, head, group, 8 * h as u32 + matrix_row());
+        keys.words[h] = fetch::<K_FORMAT, HEAD_DIM, 4, K_WORDS>(
+            kv.k,
+            row,
+            matrix_pair(),
+            head.levels,
+            kv.codebooks,
+            kv.row_align,
+        );
+        keys.scales[h] = fetch_scale::<K_FORMAT, HEAD_DIM>(kv.k, row);
     }
     keys
 }
@@ -220,16 +226,16 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
 /// Loads the scales of values `r` and `8 + r` of a group, the keys of a lane's scores: they join the row maximum.
 #[device]
 #[inline(always)]
-pub fn load_value_scales<const FORMAT: u32, const D: usize>(
+pub fn load_value_scales<const V_FORMAT: u32, const VALUE_DIM: usize>(
     kv: KvMemory,
     head: KvHead,
     group: KeyGroup,
 ) -> [[u32; 2]; 2] {
     let mut scales = [[0u32; 2]; 2];
-    if is_codes(FORMAT) {
+    if is_codes(V_FORMAT) {
         for h in 0..2usize {
-            let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
-            scales[h] = fetch_scale::<FORMAT, D>(kv.v, row);
+            let row = row_of_key::<V_FORMAT, VALUE_DIM>(kv.table, head, group, 8 * h as u32 + matrix_row());
+            scales[h] = fetch_scale::<V_FORMAT, VALUE_DIM>(kv.v, row);
         }
     }
     scales
@@ -238,72 +244,79 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize>(
 /// Loads the values of a group.
 #[device]
 #[inline(always)]
-pub fn load_values<const FORMAT: u32, const D: usize, const W: usize>(
+pub fn load_values<const V_FORMAT: u32, const VALUE_DIM: usize, const V_WORDS: usize>(
     kv: KvMemory,
     head: KvHead,
     group: KeyGroup,
-) -> ValueWords<W> {
-    let mut values = no_values::<W>();
+) -> ValueWords<V_WORDS> {
+    let mut values = no_values::<V_WORDS>();
     for n in 0..4usize {
         let offset = 8 * (n / 2) as u32 + 2 * matrix_pair() + (n % 2) as u32;
-        let row = row_of_key::<FORMAT, D>(kv.table, head, group, offset);
-        values.words[n] =
-            fetch::<FORMAT, D, 8, W>(kv.v, row, matrix_row(), head.levels, kv.codebooks, kv.row_align);
-        if has_half_norms(FORMAT, D as u32) {
-            values.scales[n] = fetch_scale::<FORMAT, D>(kv.v, row);
+        let row = row_of_key::<V_FORMAT, VALUE_DIM>(kv.table, head, group, offset);
+        values.words[n] = fetch::<V_FORMAT, VALUE_DIM, 8, V_WORDS>(
+            kv.v,
+            row,
+            matrix_row(),
+            head.levels,
+            kv.codebooks,
+            kv.row_align,
+        );
+        if has_half_norms(V_FORMAT, VALUE_DIM as u32) {
+            values.scales[n] = fetch_scale::<V_FORMAT, VALUE_DIM>(kv.v, row);
         }
     }
     values
 }
 
-/// A lane's words of `16 U` keys and values: of the tile that is next.
+/// A lane's words of `16 KEY_TILES` keys and values: of the tile that is next.
 #[device]
-pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
+pub struct KvTile<const K_WORDS: usize, const V_WORDS: usize, const KEY_TILES: usize> {
     /// Where they lie.
-    pub groups: [KeyGroup; U],
+    pub groups: [KeyGroup; KEY_TILES],
     /// Keys.
-    pub keys: [KeyWords<KW>; U],
+    pub keys: [KeyWords<K_WORDS>; KEY_TILES],
     /// Words of the scales of the values of the lane's scores.
-    pub value_scales: [[[u32; 2]; 2]; U],
+    pub value_scales: [[[u32; 2]; 2]; KEY_TILES],
     /// Values.
-    pub values: [ValueWords<VW>; U],
+    pub values: [ValueWords<V_WORDS>; KEY_TILES],
 }
 
 /// The tile before any is loaded.
 #[device]
-pub fn no_tile<const KW: usize, const VW: usize, const U: usize>() -> KvTile<KW, VW, U> {
-    let tile = KvTile::<KW, VW, U> {
-        groups: [no_group(); U],
-        keys: [no_keys::<KW>(); U],
-        value_scales: [[[0u32; 2]; 2]; U],
-        values: [no_values::<VW>(); U],
+pub fn no_tile<const K_WORDS: usize, const V_WORDS: usize, const KEY_TILES: usize>()
+-> KvTile<K_WORDS, V_WORDS, KEY_TILES> {
+    let tile = KvTile::<K_WORDS, V_WORDS, KEY_TILES> {
+        groups: [no_group(); KEY_TILES],
+        keys: [no_keys::<K_WORDS>(); KEY_TILES],
+        value_scales: [[[0u32; 2]; 2]; KEY_TILES],
+        values: [no_values::<V_WORDS>(); KEY_TILES],
     };
     tile
 }
 
-/// Loads `16 U` keys and values from key `first` on.
+/// Loads `16 KEY_TILES` keys and values from key `first` on.
 #[device]
 pub fn load_tile<
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const KW: usize,
-    const VW: usize,
-    const U: usize,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_WORDS: usize,
+    const V_WORDS: usize,
+    const KEY_TILES: usize,
 >(
     kv: KvMemory,
     k_head: KvHead,
     v_head: KvHead,
     first: u32,
-) -> KvTile<KW, VW, U> {
-    let mut tile = no_tile::<KW, VW, U>();
-    for u in 0..U {
+) -> KvTile<K_WORDS, V_WORDS, KEY_TILES> {
+    let mut tile = no_tile::<K_WORDS, V_WORDS, KEY_TILES>();
+    for u in 0..KEY_TILES {
         let group = key_group(kv.table, k_head, first + 16 * u as u32);
         tile.groups[u] = group;
-        tile.keys[u] = load_keys::<KF, D, KW>(kv, k_head, group);
-        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, v_head, group);
-        tile.values[u] = load_values::<VF, DV, VW>(kv, v_head, group);
+        tile.keys[u] = load_keys::<K_FORMAT, HEAD_DIM, K_WORDS>(kv, k_head, group);
+        tile.value_scales[u] = load_value_scales::<V_FORMAT, VALUE_DIM>(kv, v_head, group);
+        tile.values[u] = load_values::<V_FORMAT, VALUE_DIM, V_WORDS>(kv, v_head, group);
     }
     tile
 }

@@ -44,11 +44,11 @@ fn nibble_bits(levels: Levels, code: u32) -> u32 {
 
 /// Fills a table with the two f16 of every byte of `tq4`, low nibble first: entry `byte` of copy `n` is the word from byte
 /// `4 (copies byte + n)` on. Lane `l` reads copy `l % copies`, so that of 16 copies two lanes have the same banks at most, and of 32 none. By
-/// `S` SIMD groups.
+/// a threadgroup of `SIMD_GROUPS` SIMD groups.
 #[device]
-pub fn fill_nibbles<const S: usize>(levels: Levels, table: &mut Shared<u8>) {
+pub fn fill_nibbles<const SIMD_GROUPS: usize>(levels: Levels, table: &mut Shared<u8>) {
     let copies = levels.copies;
-    for first in (32 * simd_index()..256).step_by(32 * S) {
+    for first in (32 * simd_index()..256).step_by(32 * SIMD_GROUPS) {
         let byte = first + simd_lane();
         let both = nibble_bits(levels, byte & 15) | nibble_bits(levels, byte >> 4u32) << 16u32;
         for n in (0..32u32).step_by((32 / copies) as usize) {

@@ -79,24 +79,30 @@ fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u32, 
 }
 
 /// Decodes a lane's words of a row to pairs of coordinates, without the row's scale: a word of two f16 or bf16, or two
-/// words of f32 where `P` is twice the number of pairs.
+/// words of f32 where `PAIR_WORDS` is twice the number of pairs.
 #[device]
-pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
-    from: [u32; W],
+pub fn pairs<
+    const FORMAT: u32,
+    const DIM: usize,
+    const LANES: usize,
+    const WORDS: usize,
+    const PAIR_WORDS: usize,
+>(
+    from: [u32; WORDS],
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
-) -> [u32; P] {
-    let mut result = [0u32; P];
-    let packed = P == padded(D as u32) as usize / LANES / 2;
-    let ready = is_codes(FORMAT) && gathered(FORMAT, D as u32, LANES as u32);
+) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
+    let packed = PAIR_WORDS == padded(DIM as u32) as usize / LANES / 2;
+    let ready = is_codes(FORMAT) && gathered(FORMAT, DIM as u32, LANES as u32);
     if FORMAT == F32 || ready || (is_half(FORMAT) && packed) {
-        for i in 0..P {
+        for i in 0..PAIR_WORDS {
             result[i] = from[i];
         }
     } else if is_half(FORMAT) {
-        for i in 0..P / 2 {
+        for i in 0..PAIR_WORDS / 2 {
             let mut both = pair_f16(from[i]);
             if FORMAT == BF16 {
                 both = pair_bf16(from[i]);
@@ -105,28 +111,28 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
             result[2 * i + 1] = both[1].to_bits();
         }
     } else if FORMAT == TQ4 {
-        result = pairs_of_nibbles::<W, P>(from, levels, nibbles);
+        result = pairs_of_nibbles::<WORDS, PAIR_WORDS>(from, levels, nibbles);
     } else if in_planes(FORMAT) {
-        result = pairs_of_planes::<FORMAT, D, LANES, W, P>(from, lane, levels);
+        result = pairs_of_planes::<FORMAT, DIM, LANES, WORDS, PAIR_WORDS>(from, lane, levels);
     } else if FORMAT == INT8 {
-        result = pairs_of_int8::<W, P>(from);
+        result = pairs_of_int8::<WORDS, PAIR_WORDS>(from);
     } else if FORMAT == FP8 {
-        result = pairs_of_fp8::<W, P>(from);
+        result = pairs_of_fp8::<WORDS, PAIR_WORDS>(from);
     } else {
-        result = pairs_of_mlx::<FORMAT, W, P>(from, levels.codebook, codebooks);
+        result = pairs_of_mlx::<FORMAT, WORDS, PAIR_WORDS>(from, levels.codebook, codebooks);
     }
     result
 }
 
 /// Pairs of `tq4`.
 #[device]
-fn pairs_of_nibbles<const W: usize, const P: usize>(
-    from: [u32; W],
+fn pairs_of_nibbles<const WORDS: usize, const PAIR_WORDS: usize>(
+    from: [u32; WORDS],
     levels: Levels,
     nibbles: &Shared<u8>,
-) -> [u32; P] {
-    let mut result = [0u32; P];
-    for i in 0..W {
+) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
+    for i in 0..WORDS {
         let four = look_up_nibbles(levels, nibbles, from[i]);
         for n in 0..4usize {
             result[4 * i + n] = four[n];
@@ -137,22 +143,28 @@ fn pairs_of_nibbles<const W: usize, const P: usize>(
 
 /// Pairs of `tq2` to `tq6`.
 #[device]
-fn pairs_of_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
-    from: [u32; W],
+fn pairs_of_planes<
+    const FORMAT: u32,
+    const DIM: usize,
+    const LANES: usize,
+    const WORDS: usize,
+    const PAIR_WORDS: usize,
+>(
+    from: [u32; WORDS],
     lane: u32,
     levels: Levels,
-) -> [u32; P] {
-    let mut result = [0u32; P];
+) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
     let whole = 16 / LANES;
-    for block in 0..(D + 127) / 128 {
-        let size = (D - 128 * block).min(128);
+    for block in 0..(DIM + 127) / 128 {
+        let size = (DIM - 128 * block).min(128);
         let count = size / (8 * LANES);
         for n in 0..count {
             let c = 4 * (lane * count as u32 + n as u32);
             let at = whole * block + n;
             let mut second = 0u32;
             if plane_bits(FORMAT, 1) > 0 {
-                second = from[D / (8 * LANES) + at];
+                second = from[DIM / (8 * LANES) + at];
             }
             let four = unit::<FORMAT>(levels, from[at], second, c / (size / 4) as u32, c / (size / 8) as u32);
             for i in 0..4usize {
@@ -165,9 +177,9 @@ fn pairs_of_planes<const FORMAT: u32, const D: usize, const LANES: usize, const 
 
 /// Pairs of `int8`.
 #[device]
-fn pairs_of_int8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
-    let mut result = [0u32; P];
-    for i in 0..W {
+fn pairs_of_int8<const WORDS: usize, const PAIR_WORDS: usize>(from: [u32; WORDS]) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
+    for i in 0..WORDS {
         // 1024 + byte is an f16 with the byte as its last bits.
         let bytes = from[i] ^ 0x8080_8080;
         result[2 * i] = f16x2_mul_add(byte_permute(bytes, 0x6464_6464, 0x4140), 0x3c00_3c00, 0xe480_e480);
@@ -178,9 +190,9 @@ fn pairs_of_int8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
 
 /// Pairs of e4m3.
 #[device]
-fn pairs_of_fp8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
-    let mut result = [0u32; P];
-    for i in 0..W {
+fn pairs_of_fp8<const WORDS: usize, const PAIR_WORDS: usize>(from: [u32; WORDS]) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
+    for i in 0..WORDS {
         result[2 * i] = f16x2_from_e4m3(from[i]);
         result[2 * i + 1] = f16x2_from_e4m3(from[i] >> 16u32);
     }
@@ -189,19 +201,19 @@ fn pairs_of_fp8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
 
 /// Pairs of mlx-native, from the codebook at entry `codebook`.
 #[device]
-fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
-    from: [u32; W],
+fn pairs_of_mlx<const FORMAT: u32, const WORDS: usize, const PAIR_WORDS: usize>(
+    from: [u32; WORDS],
     codebook: u32,
     codebooks: &Buffer<f32>,
-) -> [u32; P] {
-    let mut result = [0u32; P];
+) -> [u32; PAIR_WORDS] {
+    let mut result = [0u32; PAIR_WORDS];
     let bits = select(FORMAT == MLX4, 4u32, 8u32);
-    for i in 0..W {
-        for n in 0..P / W {
+    for i in 0..WORDS {
+        for n in 0..PAIR_WORDS / WORDS {
             let codes = from[i] >> (2 * bits * n as u32);
             let low = codebooks[codebook + (codes & ((1u32 << bits) - 1))];
             let high = codebooks[codebook + (codes >> bits & ((1u32 << bits) - 1))];
-            result[P / W * i + n] = f16x2_from(low, high);
+            result[PAIR_WORDS / WORDS * i + n] = f16x2_from(low, high);
         }
     }
     result
@@ -209,11 +221,11 @@ fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
 
 /// Words of two keys: one of each coordinate.
 #[device]
-pub struct Transposed<const P: usize> {
+pub struct Transposed<const PAIR_WORDS: usize> {
     /// Words of the first coordinate of each pair.
-    pub first: [u32; P],
+    pub first: [u32; PAIR_WORDS],
     /// Words of the second coordinate of each pair.
-    pub second: [u32; P],
+    pub second: [u32; PAIR_WORDS],
 }
 
 /// Decodes a lane's words of the rows of two keys to words of one coordinate of both, for products of 16 bits. `halves` are the norms
@@ -222,43 +234,50 @@ pub struct Transposed<const P: usize> {
 #[inline(always)]
 pub fn transposed_pairs<
     const FORMAT: u32,
-    const D: usize,
+    const DIM: usize,
     const LANES: usize,
-    const W: usize,
-    const P: usize,
+    const WORDS: usize,
+    const PAIR_WORDS: usize,
 >(
-    from: [[u32; W]; 2],
+    from: [[u32; WORDS]; 2],
     halves: [[f32; 2]; 2],
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
-) -> Transposed<P> {
-    if uses_nibbles(FORMAT, D as u32, LANES as u32) {
-        return transposed_nibbles::<W, P>(from, levels, nibbles);
+) -> Transposed<PAIR_WORDS> {
+    if uses_nibbles(FORMAT, DIM as u32, LANES as u32) {
+        return transposed_nibbles::<WORDS, PAIR_WORDS>(from, levels, nibbles);
     }
-    if (FORMAT == INT8 || FORMAT == FP8) && !gathered(FORMAT, D as u32, LANES as u32) {
-        return transposed_bytes::<FORMAT, W, P>(from);
+    if (FORMAT == INT8 || FORMAT == FP8) && !gathered(FORMAT, DIM as u32, LANES as u32) {
+        return transposed_bytes::<FORMAT, WORDS, PAIR_WORDS>(from);
     }
-    transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles)
+    transpose::<FORMAT, DIM, LANES, WORDS, PAIR_WORDS>(from, halves, lane, levels, codebooks, nibbles)
 }
 
 /// [`transposed_pairs`] for any format: decodes both rows, then transposes.
 #[device]
-fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
-    from: [[u32; W]; 2],
+fn transpose<
+    const FORMAT: u32,
+    const DIM: usize,
+    const LANES: usize,
+    const WORDS: usize,
+    const PAIR_WORDS: usize,
+>(
+    from: [[u32; WORDS]; 2],
     halves: [[f32; 2]; 2],
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
-) -> Transposed<P> {
-    let even_pairs = pairs::<FORMAT, D, LANES, W, P>(from[0], lane, levels, codebooks, nibbles);
-    let even = with_half_norms::<FORMAT, D, LANES, P>(even_pairs, lane, halves[0]);
-    let odd_pairs = pairs::<FORMAT, D, LANES, W, P>(from[1], lane, levels, codebooks, nibbles);
-    let odd = with_half_norms::<FORMAT, D, LANES, P>(odd_pairs, lane, halves[1]);
-    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
-    for i in 0..P {
+) -> Transposed<PAIR_WORDS> {
+    let even_pairs =
+        pairs::<FORMAT, DIM, LANES, WORDS, PAIR_WORDS>(from[0], lane, levels, codebooks, nibbles);
+    let even = with_half_norms::<FORMAT, DIM, LANES, PAIR_WORDS>(even_pairs, lane, halves[0]);
+    let odd_pairs = pairs::<FORMAT, DIM, LANES, WORDS, PAIR_WORDS>(from[1], lane, levels, codebooks, nibbles);
+    let odd = with_half_norms::<FORMAT, DIM, LANES, PAIR_WORDS>(odd_pairs, lane, halves[1]);
+    let mut words = Transposed::<PAIR_WORDS> { first: [0u32; PAIR_WORDS], second: [0u32; PAIR_WORDS] };
+    for i in 0..PAIR_WORDS {
         words.first[i] = byte_permute(even[i], odd[i], 0x5410);
         words.second[i] = byte_permute(even[i], odd[i], 0x7632);
     }
@@ -268,13 +287,13 @@ fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
 /// [`transposed_pairs`] for `tq4`: nibbles of both rows become bytes of one coordinate before they are
 /// decoded.
 #[device]
-fn transposed_nibbles<const W: usize, const P: usize>(
-    from: [[u32; W]; 2],
+fn transposed_nibbles<const WORDS: usize, const PAIR_WORDS: usize>(
+    from: [[u32; WORDS]; 2],
     levels: Levels,
     nibbles: &Shared<u8>,
-) -> Transposed<P> {
-    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
-    for i in 0..W {
+) -> Transposed<PAIR_WORDS> {
+    let mut words = Transposed::<PAIR_WORDS> { first: [0u32; PAIR_WORDS], second: [0u32; PAIR_WORDS] };
+    for i in 0..WORDS {
         let low = (from[0][i] & 0x0f0f_0f0f) | (from[1][i] << 4u32 & 0xf0f0_f0f0);
         let high = (from[0][i] >> 4u32 & 0x0f0f_0f0f) | (from[1][i] & 0xf0f0_f0f0);
         let first = look_up_nibbles(levels, nibbles, low);
@@ -289,9 +308,11 @@ fn transposed_nibbles<const W: usize, const P: usize>(
 
 /// [`transposed_pairs`] for `int8` and e4m3: bytes of both rows are brought together before they are decoded.
 #[device]
-fn transposed_bytes<const FORMAT: u32, const W: usize, const P: usize>(from: [[u32; W]; 2]) -> Transposed<P> {
-    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
-    for i in 0..W {
+fn transposed_bytes<const FORMAT: u32, const WORDS: usize, const PAIR_WORDS: usize>(
+    from: [[u32; WORDS]; 2],
+) -> Transposed<PAIR_WORDS> {
+    let mut words = Transposed::<PAIR_WORDS> { first: [0u32; PAIR_WORDS], second: [0u32; PAIR_WORDS] };
+    for i in 0..WORDS {
         let both =
             [byte_permute(from[0][i], from[1][i], 0x5140), byte_permute(from[0][i], from[1][i], 0x7362)];
         let decoded: [u32; 4] =
@@ -306,17 +327,17 @@ fn transposed_bytes<const FORMAT: u32, const W: usize, const P: usize>(from: [[u
 
 /// Multiplies pairs of a row by the norm of their half, where each half has a norm of its own.
 #[device]
-pub fn with_half_norms<const FORMAT: u32, const D: usize, const LANES: usize, const P: usize>(
-    from: [u32; P],
+pub fn with_half_norms<const FORMAT: u32, const DIM: usize, const LANES: usize, const PAIR_WORDS: usize>(
+    from: [u32; PAIR_WORDS],
     lane: u32,
     norms: [f32; 2],
-) -> [u32; P] {
+) -> [u32; PAIR_WORDS] {
     let mut result = from;
-    if has_half_norms(FORMAT, D as u32) {
+    if has_half_norms(FORMAT, DIM as u32) {
         let first = f16x2_from(norms[0], norms[0]);
         let second = f16x2_from(norms[1], norms[1]);
-        for i in 0..P {
-            let in_second = coordinate::<FORMAT, D, LANES>(lane, 2 * i as u32) >= 256;
+        for i in 0..PAIR_WORDS {
+            let in_second = coordinate::<FORMAT, DIM, LANES>(lane, 2 * i as u32) >= 256;
             result[i] = f16x2_mul_add(from[i], select(in_second, second, first), 0u32);
         }
     }

@@ -1,15 +1,15 @@
 //! Rows of keys and values as the lanes of a matrix product hold them.
 //!
-//! `LANES` lanes share a row: of decode 4 lanes a key row and 8 lanes a value row, of prefill 8 lanes any row. A lane loads its `W` words ahead of their use
-//! ([`fetch`]) and decodes them to pairs of coordinates when they are used ([`pairs`](super::pairs)): `P` words, one a pair for f16
+//! `LANES` lanes share a row: of decode 4 lanes a key row and 8 lanes a value row, of prefill 8 lanes any row. A lane loads its `WORDS` words ahead of their use
+//! ([`fetch`]) and decodes them to pairs of coordinates when they are used ([`pairs`](super::pairs)): `PAIR_WORDS` words, one a pair for f16
 //! and bf16, two for f32. The format chooses which coordinates a lane holds; the query and the output follow it
 //! ([`coordinate`]):
 //!
 //! | format | a lane holds |
 //! |---|---|
 //! | elements, codes of a byte, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
-//! | `tq2` to `tq6`, `D` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
-//! | all others | [`padded`]`(D) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
+//! | `tq2` to `tq6`, `DIM` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
+//! | all others | [`padded`]`(DIM) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
 
 use super::formats::{
     BF16, F16, F32, FP8, INT8, MLX4, first_bytes, in_planes, is_codes, is_half, padded, plane_bits,
@@ -132,37 +132,37 @@ pub const fn product_type(q: ScalarType, format: u32) -> ScalarType {
     }
 }
 
-/// `W` words from byte `at` on, a multiple of `align`.
+/// `WORDS` words from byte `at` on, a multiple of `align`.
 #[device]
-pub fn words<const W: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; W] {
-    let mut words = [0u32; W];
-    if align >= 16 && W % 4 == 0 {
-        for i in 0..W / 4 {
+pub fn words<const WORDS: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; WORDS] {
+    let mut words = [0u32; WORDS];
+    if align >= 16 && WORDS % 4 == 0 {
+        for i in 0..WORDS / 4 {
             let piece = memory.load_as::<u32, 4>(at + (i * 16) as u64);
             for n in 0..4usize {
                 words[4 * i + n] = piece[n];
             }
         }
-    } else if align >= 8 && W % 2 == 0 {
-        for i in 0..W / 2 {
+    } else if align >= 8 && WORDS % 2 == 0 {
+        for i in 0..WORDS / 2 {
             let piece = memory.load_as::<u32, 2>(at + (i * 8) as u64);
             for n in 0..2usize {
                 words[2 * i + n] = piece[n];
             }
         }
     } else if align >= 4 {
-        for i in 0..W {
+        for i in 0..WORDS {
             let piece = memory.load_as::<u32, 1>(at + (i * 4) as u64);
             words[i] = piece[0];
         }
     } else if align >= 2 {
-        for i in 0..W {
+        for i in 0..WORDS {
             let low = memory.load_as::<u16, 1>(at + (i * 4) as u64);
             let high = memory.load_as::<u16, 1>(at + (i * 4 + 2) as u64);
             words[i] = low[0] as u32 | (high[0] as u32) << 16u32;
         }
     } else {
-        for i in 0..W {
+        for i in 0..WORDS {
             for n in 0..4usize {
                 words[i] |= (memory[at + (i * 4 + n) as u64] as u32) << (8 * n as u32);
             }
@@ -171,10 +171,10 @@ pub fn words<const W: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; 
     words
 }
 
-/// The coordinate that a lane holds at `index`, below [`padded`]`(D) / LANES`.
+/// The coordinate that a lane holds at `index`, below [`padded`]`(DIM) / LANES`.
 #[device]
-pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize>(lane: u32, index: u32) -> u32 {
-    let dim = D as u32;
+pub fn coordinate<const FORMAT: u32, const DIM: usize, const LANES: usize>(lane: u32, index: u32) -> u32 {
+    let dim = DIM as u32;
     let lanes = LANES as u32;
     if gathered(FORMAT, dim, lanes) {
         return lane * (padded(dim) / lanes) + index;
@@ -217,10 +217,15 @@ pub struct Source {
 
 /// The rows of a head whose first page starts at byte `start`; `tokens` rows a page.
 #[device]
-pub fn source_at<const FORMAT: u32, const D: usize>(start: u64, page: u64, row: u64, tokens: u32) -> Source {
+pub fn source_at<const FORMAT: u32, const DIM: usize>(
+    start: u64,
+    page: u64,
+    row: u64,
+    tokens: u32,
+) -> Source {
     let all = tokens as u64;
-    let first = first_bytes(FORMAT, D as u32) as u64;
-    let both = first + second_bytes(FORMAT, D as u32) as u64;
+    let first = first_bytes(FORMAT, DIM as u32) as u64;
+    let both = first + second_bytes(FORMAT, DIM as u32) as u64;
     let planes = Row { first: start, second: start + all * first, scale: start + all * both };
     let source = Source { planes: planes, page: page, row: row };
     source
@@ -228,17 +233,17 @@ pub fn source_at<const FORMAT: u32, const D: usize>(start: u64, page: u64, row: 
 
 /// Row `row` of page `page`.
 #[device]
-pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row: u32) -> Row {
+pub fn row_at<const FORMAT: u32, const DIM: usize>(source: Source, page: u64, row: u32) -> Row {
     let offset = page * source.page;
     let at = row as u64;
     let mut stride = source.row;
     if is_codes(FORMAT) {
-        stride = first_bytes(FORMAT, D as u32) as u64;
+        stride = first_bytes(FORMAT, DIM as u32) as u64;
     }
     let place = Row {
         first: source.planes.first + offset + at * stride,
-        second: source.planes.second + offset + at * second_bytes(FORMAT, D as u32) as u64,
-        scale: source.planes.scale + offset + at * scale_bytes(FORMAT, D as u32) as u64,
+        second: source.planes.second + offset + at * second_bytes(FORMAT, DIM as u32) as u64,
+        scale: source.planes.scale + offset + at * scale_bytes(FORMAT, DIM as u32) as u64,
     };
     place
 }
@@ -246,44 +251,44 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
 /// A lane's words of a row, not yet decoded. Rows are at multiples of `row_align` bytes, as far as their format
 /// has them there: [`word_align`].
 #[device]
-pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+pub fn fetch<const FORMAT: u32, const DIM: usize, const LANES: usize, const WORDS: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
     row_align: u32,
-) -> [u32; W] {
-    if gathered(FORMAT, D as u32, LANES as u32) {
-        return fetch_gathered::<FORMAT, D, LANES, W>(memory, row, lane, levels, codebooks);
+) -> [u32; WORDS] {
+    if gathered(FORMAT, DIM as u32, LANES as u32) {
+        return fetch_gathered::<FORMAT, DIM, LANES, WORDS>(memory, row, lane, levels, codebooks);
     }
     if in_planes(FORMAT) {
-        return fetch_planes::<FORMAT, D, LANES, W>(memory, row, lane, row_align);
+        return fetch_planes::<FORMAT, DIM, LANES, WORDS>(memory, row, lane, row_align);
     }
-    fetch_pieces::<FORMAT, D, LANES, W>(memory, row.first, lane, row_align)
+    fetch_pieces::<FORMAT, DIM, LANES, WORDS>(memory, row.first, lane, row_align)
 }
 
 /// Words of two neighbouring coordinates: of codes as f16, of elements as they are. Coordinates beyond the row are zeros.
 #[device]
-fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+fn fetch_gathered<const FORMAT: u32, const DIM: usize, const LANES: usize, const WORDS: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
-) -> [u32; W] {
-    let mut result = [0u32; W];
-    let first = lane * (padded(D as u32) / LANES as u32);
-    for i in 0..W {
+) -> [u32; WORDS] {
+    let mut result = [0u32; WORDS];
+    let first = lane * (padded(DIM as u32) / LANES as u32);
+    for i in 0..WORDS {
         if FORMAT == F32 {
-            result[i] = element_bits::<FORMAT, D>(memory, row, first + i as u32);
+            result[i] = element_bits::<FORMAT, DIM>(memory, row, first + i as u32);
         } else if is_half(FORMAT) {
-            let low = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32);
-            let high = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1);
+            let low = element_bits::<FORMAT, DIM>(memory, row, first + 2 * i as u32);
+            let high = element_bits::<FORMAT, DIM>(memory, row, first + 2 * i as u32 + 1);
             result[i] = low | high << 16u32;
         } else {
-            let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
-            let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
+            let low = gather::<FORMAT, DIM>(memory, row, first + 2 * i as u32, levels, codebooks);
+            let high = gather::<FORMAT, DIM>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
             result[i] = f16x2_from(low, high);
         }
     }
@@ -292,8 +297,8 @@ fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W
 
 /// The bits of an element; 0 beyond the row.
 #[device]
-fn element_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row, coordinate: u32) -> u32 {
-    if coordinate >= D as u32 {
+fn element_bits<const FORMAT: u32, const DIM: usize>(memory: &Buffer<u8>, row: Row, coordinate: u32) -> u32 {
+    if coordinate >= DIM as u32 {
         return 0;
     }
     if FORMAT == F32 {
@@ -306,17 +311,17 @@ fn element_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row
 
 /// Words of the planes, block by block of 128 coordinates: all words of the first plane, then all words of the second.
 #[device]
-fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+fn fetch_planes<const FORMAT: u32, const DIM: usize, const LANES: usize, const WORDS: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
     row_align: u32,
-) -> [u32; W] {
-    let mut result = [0u32; W];
-    let align = word_align(FORMAT, D as u32, LANES as u32, row_align);
+) -> [u32; WORDS] {
+    let mut result = [0u32; WORDS];
+    let align = word_align(FORMAT, DIM as u32, LANES as u32, row_align);
     let whole = 16 / LANES;
-    for block in 0..(D + 127) / 128 {
-        let size = (D - 128 * block).min(128);
+    for block in 0..(DIM + 127) / 128 {
+        let size = (DIM - 128 * block).min(128);
         let count = size / (8 * LANES);
         let unit = lane * count as u32;
         for plane in 0..2usize {
@@ -325,7 +330,7 @@ fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
                 let start =
                     select(plane == 0, row.first, row.second) + (128 * block as u64 * bits as u64) / 8;
                 let at = start + (4 * unit % (size as u32 * bits / 8)) as u64;
-                let into = plane * (D / (8 * LANES)) + whole * block;
+                let into = plane * (DIM / (8 * LANES)) + whole * block;
                 if count == 4 {
                     let four = words::<4>(memory, at, align);
                     for n in 0..4usize {
@@ -348,33 +353,33 @@ fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
 
 /// Words of every `LANES`th piece from byte `first` on.
 #[device]
-fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+fn fetch_pieces<const FORMAT: u32, const DIM: usize, const LANES: usize, const WORDS: usize>(
     memory: &Buffer<u8>,
     first: u64,
     lane: u32,
     row_align: u32,
-) -> [u32; W] {
-    let mut result = [0u32; W];
-    let align = word_align(FORMAT, D as u32, LANES as u32, row_align);
-    let piece = piece_bytes(FORMAT, D as u32, LANES as u32);
+) -> [u32; WORDS] {
+    let mut result = [0u32; WORDS];
+    let align = word_align(FORMAT, DIM as u32, LANES as u32, row_align);
+    let piece = piece_bytes(FORMAT, DIM as u32, LANES as u32);
     let step = (LANES as u32 * piece) as u64;
     let at = first + (lane * piece) as u64;
     if piece == 16 {
-        for i in 0..W / 4 {
+        for i in 0..WORDS / 4 {
             let four = words::<4>(memory, at + i as u64 * step, align);
             for n in 0..4usize {
                 result[4 * i + n] = four[n];
             }
         }
     } else if piece == 8 {
-        for i in 0..W / 2 {
+        for i in 0..WORDS / 2 {
             let two = words::<2>(memory, at + i as u64 * step, align);
             for n in 0..2usize {
                 result[2 * i + n] = two[n];
             }
         }
     } else {
-        for i in 0..W {
+        for i in 0..WORDS {
             let one = words::<1>(memory, at + i as u64 * step, align);
             result[i] = one[0];
         }
@@ -384,10 +389,10 @@ fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
 
 /// The bits of a coordinate's code in a plane, whose part of the row starts at byte `start`.
 #[device]
-pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u32, bits: u32) -> u32 {
+pub fn plane_code<const DIM: usize>(memory: &Buffer<u8>, start: u64, coordinate: u32, bits: u32) -> u32 {
     let block = coordinate / 128;
     let within = coordinate % 128;
-    let size = (D as u32 - 128 * block).min(128);
+    let size = (DIM as u32 - 128 * block).min(128);
     let bytes = (size * bits).div_ceil(8);
     let byte = memory[start + (block * 16 * bits + within % bytes) as u64] as u32;
     byte >> (within / bytes * bits) & ((1u32 << bits) - 1)
@@ -395,19 +400,19 @@ pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u
 
 /// The value of one coordinate, without the row's scale; 0 beyond the row.
 #[device]
-pub fn gather<const FORMAT: u32, const D: usize>(
+pub fn gather<const FORMAT: u32, const DIM: usize>(
     memory: &Buffer<u8>,
     row: Row,
     coordinate: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
 ) -> f32 {
-    if coordinate >= D as u32 {
+    if coordinate >= DIM as u32 {
         return 0.0;
     }
     let at = row.first + coordinate as u64;
     if !is_codes(FORMAT) {
-        let bits = element_bits::<FORMAT, D>(memory, row, coordinate);
+        let bits = element_bits::<FORMAT, DIM>(memory, row, coordinate);
         if FORMAT == F32 {
             return f32::from_bits(bits);
         }
@@ -433,9 +438,9 @@ pub fn gather<const FORMAT: u32, const D: usize>(
     }
     let first = plane_bits(FORMAT, 0);
     let second = plane_bits(FORMAT, 1);
-    let mut code = plane_code::<D>(memory, row.first, coordinate, first);
+    let mut code = plane_code::<DIM>(memory, row.first, coordinate, first);
     if second > 0 {
-        code |= plane_code::<D>(memory, row.second, coordinate, second) << first;
+        code |= plane_code::<DIM>(memory, row.second, coordinate, second) << first;
     }
     let sign = 1u32 << (first + second - 1);
     let index = code & (sign - 1);
@@ -460,13 +465,13 @@ pub fn e4m3(code: u32) -> f32 {
 
 /// Returns true if one of a lane's words of a row has a NaN or an infinity.
 #[device]
-pub fn has_nonfinite<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
-    words: [u32; W],
+pub fn has_nonfinite<const FORMAT: u32, const DIM: usize, const LANES: usize, const WORDS: usize>(
+    words: [u32; WORDS],
 ) -> bool {
     let mut found = false;
     // Gathered codes are f16 already.
-    let is_f16 = FORMAT == F16 || (FORMAT == FP8 && gathered(FORMAT, D as u32, LANES as u32));
-    for i in 0..W {
+    let is_f16 = FORMAT == F16 || (FORMAT == FP8 && gathered(FORMAT, DIM as u32, LANES as u32));
+    for i in 0..WORDS {
         if FORMAT == F32 {
             found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;
         } else if is_f16 {
