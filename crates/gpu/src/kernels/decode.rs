@@ -81,13 +81,13 @@ pub struct PassMemory<'a> {
 
 /// Which keys a pass attends to, and how.
 #[device]
-pub struct Pass<const T: usize> {
+pub struct Pass<const ROW_TILES: usize> {
     /// Keys of the head.
     pub k: KvHead,
     /// Values of the head.
     pub v: KvHead,
     /// Bounds of the lane's rows.
-    pub rows: [[RowBound; 2]; T],
+    pub rows: [[RowBound; 2]; ROW_TILES],
     /// Keys that the rows of the tile see.
     pub keys: KeyRange,
     /// Tiles of the SIMD group.
@@ -96,32 +96,34 @@ pub struct Pass<const T: usize> {
     pub has: Features,
 }
 
-/// The pass of a SIMD group over its tiles of `16 U` keys.
+/// The pass of a SIMD group over its tiles of `16 KEY_TILES` keys.
 #[device]
 pub fn pass_of<
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const T: usize,
-    const U: usize,
-    const S: usize,
-    const C: usize,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TABLE_COPIES: usize,
 >(
     tile: RowTile,
-    bounds: RowBounds<T>,
+    bounds: RowBounds<ROW_TILES>,
     params: &Attend,
     has: Features,
     paging: u32,
-) -> Pass<T> {
-    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: C as u32 };
-    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: C as u32 };
-    let pass = Pass::<T> {
-        k: kv_head::<KF, D>(tile, params, params.k, k_levels, bounds.keys, paging),
-        v: kv_head::<VF, DV>(tile, params, params.v, v_levels, bounds.keys, paging),
+) -> Pass<ROW_TILES> {
+    let k_levels =
+        Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: TABLE_COPIES as u32 };
+    let v_levels =
+        Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: TABLE_COPIES as u32 };
+    let pass = Pass::<ROW_TILES> {
+        k: kv_head::<K_FORMAT, HEAD_DIM>(tile, params, params.k, k_levels, bounds.keys, paging),
+        v: kv_head::<V_FORMAT, VALUE_DIM>(tile, params, params.v, v_levels, bounds.keys, paging),
         rows: bounds.rows,
         keys: bounds.keys,
-        tiles: key_tiles(bounds.keys, groups_y(), 16 * U as u32, S as u32),
+        tiles: key_tiles(bounds.keys, groups_y(), 16 * KEY_TILES as u32, SIMD_GROUPS as u32),
         has,
     };
     pass
@@ -131,83 +133,103 @@ pub fn pass_of<
 #[device]
 #[inline(always)]
 fn first_tile<
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const KW: usize,
-    const VW: usize,
-    const T: usize,
-    const U: usize,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_WORDS: usize,
+    const V_WORDS: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
 >(
     kv: KvMemory,
-    pass: Pass<T>,
-) -> KvTile<KW, VW, U> {
-    let mut tile = no_tile::<KW, VW, U>();
+    pass: Pass<ROW_TILES>,
+) -> KvTile<K_WORDS, V_WORDS, KEY_TILES> {
+    let mut tile = no_tile::<K_WORDS, V_WORDS, KEY_TILES>();
     if pass.tiles.first < pass.tiles.end {
-        tile = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
+        tile = load_tile::<K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, K_WORDS, V_WORDS, KEY_TILES>(
+            kv,
+            pass.k,
+            pass.v,
+            pass.tiles.first,
+        );
     }
     tile
 }
 
 /// Fills the table of `tq4`, where keys or values are read by it.
 #[device]
-fn fill_table<const KF: u32, const VF: u32, const D: usize, const DV: usize, const S: usize>(
+fn fill_table<
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const SIMD_GROUPS: usize,
+>(
     k: Levels,
     v: Levels,
     nibbles: &mut Shared<u8>,
 ) {
-    if uses_nibbles(KF, D as u32, 4) {
-        fill_nibbles::<S>(k, nibbles);
-    } else if uses_nibbles(VF, DV as u32, 8) {
-        fill_nibbles::<S>(v, nibbles);
+    if uses_nibbles(K_FORMAT, HEAD_DIM as u32, 4) {
+        fill_nibbles::<SIMD_GROUPS>(k, nibbles);
+    } else if uses_nibbles(V_FORMAT, VALUE_DIM as u32, 8) {
+        fill_nibbles::<SIMD_GROUPS>(v, nibbles);
     }
 }
 
-/// Scores of `16 U` keys and a lane's rows, with the scales of their values.
+/// Scores of `16 KEY_TILES` keys and a lane's rows, with the scales of their values.
 #[device]
-struct TileScores<const T: usize, const U: usize> {
+struct TileScores<const ROW_TILES: usize, const KEY_TILES: usize> {
     /// Scores of each 16 keys.
-    scores: [[[[f32; 2]; 2]; T]; U],
+    scores: [[[[f32; 2]; 2]; ROW_TILES]; KEY_TILES],
     /// Scales of the values of the same keys.
-    value_scales: [[f32; 2]; U],
+    value_scales: [[f32; 2]; KEY_TILES],
 }
 
 /// Scores of the keys of a tile, whose place the keys and the scales of the next tile take.
 #[device]
 #[inline(always)]
 fn scores_of<
-    K: Element,
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const KN: usize,
-    const KW: usize,
-    const VW: usize,
-    const KP: usize,
-    const T: usize,
-    const U: usize,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_PAIRS: usize,
+    const K_WORDS: usize,
+    const V_WORDS: usize,
+    const K_PAIR_WORDS: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
 >(
-    tile: &mut KvTile<KW, VW, U>,
-    queries: QueryOperands<K, KN, T>,
-    pass: Pass<T>,
+    tile: &mut KvTile<K_WORDS, V_WORDS, KEY_TILES>,
+    queries: QueryOperands<KOperand, K_PAIRS, ROW_TILES>,
+    pass: Pass<ROW_TILES>,
     kv: KvMemory,
     nibbles: &Shared<u8>,
     next: u32,
-) -> TileScores<T, U> {
-    let mut tile_scores = TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: [[1.0; 2]; U] };
-    for u in 0..U {
+) -> TileScores<ROW_TILES, KEY_TILES> {
+    let mut tile_scores = TileScores::<ROW_TILES, KEY_TILES> {
+        scores: [[[[0.0; 2]; 2]; ROW_TILES]; KEY_TILES],
+        value_scales: [[1.0; 2]; KEY_TILES],
+    };
+    for u in 0..KEY_TILES {
         for h in 0..2usize {
-            let scale = scale_of::<VF, DV>(tile.value_scales[u][h]);
+            let scale = scale_of::<V_FORMAT, VALUE_DIM>(tile.value_scales[u][h]);
             tile_scores.value_scales[u][h] = scale.whole;
         }
         tile_scores.scores[u] =
-            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks, nibbles);
+            qk_tile::<KOperand, K_FORMAT, HEAD_DIM, K_WORDS, K_PAIR_WORDS, K_PAIRS, ROW_TILES>(
+                tile.keys[u],
+                queries,
+                pass.k.levels,
+                kv.codebooks,
+                nibbles,
+            );
         let group = key_group(kv.table, pass.k, next + 16 * u as u32);
         tile.groups[u] = group;
-        tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, group);
-        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, pass.v, group);
+        tile.keys[u] = load_keys::<K_FORMAT, HEAD_DIM, K_WORDS>(kv, pass.k, group);
+        tile.value_scales[u] = load_value_scales::<V_FORMAT, VALUE_DIM>(kv, pass.v, group);
     }
     tile_scores
 }
@@ -228,34 +250,45 @@ struct Step {
 #[device]
 #[inline(always)]
 fn add_values<
-    V: Element,
-    const VF: u32,
-    const DV: usize,
-    const VN: usize,
-    const KW: usize,
-    const VW: usize,
-    const VP: usize,
-    const T: usize,
-    const U: usize,
+    VOperand: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_PAIRS: usize,
+    const K_WORDS: usize,
+    const V_WORDS: usize,
+    const V_PAIR_WORDS: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
 >(
-    state: &mut Accumulator<VN, T>,
-    tile: &mut KvTile<KW, VW, U>,
-    tile_scores: TileScores<T, U>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    tile: &mut KvTile<K_WORDS, V_WORDS, KEY_TILES>,
+    tile_scores: TileScores<ROW_TILES, KEY_TILES>,
     kv: KvMemory,
     nibbles: &Shared<u8>,
     step: Step,
 ) {
-    for u in 0..U {
-        let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
+    for u in 0..KEY_TILES {
+        let probs = probabilities::<V_FORMAT, V_PAIRS, ROW_TILES>(
+            state,
+            tile_scores.scores[u],
+            tile_scores.value_scales[u],
+        );
         let mut nonfinite = false;
         if step.partial || state.shrunk != 0 {
-            nonfinite = any_nonfinite::<VF, DV, VW>(tile.values[u]);
+            nonfinite = any_nonfinite::<V_FORMAT, VALUE_DIM, V_WORDS>(tile.values[u]);
         }
         if nonfinite {
             let group = key_group(kv.table, step.v, step.base + 16 * u as u32);
-            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, step.v, group);
+            pv_tile_nonfinite::<V_FORMAT, VALUE_DIM, V_PAIRS, ROW_TILES>(
+                state,
+                tile_scores.scores[u],
+                probs,
+                kv,
+                step.v,
+                group,
+            );
         } else {
-            pv_tile::<V, VF, DV, VW, VP, VN, T>(
+            pv_tile::<VOperand, V_FORMAT, VALUE_DIM, V_WORDS, V_PAIR_WORDS, V_PAIRS, ROW_TILES>(
                 state,
                 probs,
                 tile.values[u],
@@ -264,41 +297,41 @@ fn add_values<
                 nibbles,
             );
         }
-        tile.values[u] = load_values::<VF, DV, VW>(kv, step.v, tile.groups[u]);
+        tile.values[u] = load_values::<V_FORMAT, VALUE_DIM, V_WORDS>(kv, step.v, tile.groups[u]);
     }
 }
 
 /// A pass, and the queries that it is made for.
 #[device]
-struct QueriedPass<K: Element, const KN: usize, const T: usize> {
+struct QueriedPass<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize> {
     /// The queries.
-    queries: QueryOperands<K, KN, T>,
+    queries: QueryOperands<KOperand, K_PAIRS, ROW_TILES>,
     /// The pass.
-    pass: Pass<T>,
+    pass: Pass<ROW_TILES>,
 }
 
 /// Attends to all tiles of a pass. `tile` is the first one, loaded, and is again when the pass is done: a second pass may follow.
 #[device]
 #[inline(always)]
 fn attend_tiles<
-    K: Element,
-    V: Element,
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const KN: usize,
-    const VN: usize,
-    const KW: usize,
-    const VW: usize,
-    const KP: usize,
-    const VP: usize,
-    const T: usize,
-    const U: usize,
+    KOperand: Element,
+    VOperand: Element,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_PAIRS: usize,
+    const V_PAIRS: usize,
+    const K_WORDS: usize,
+    const V_WORDS: usize,
+    const K_PAIR_WORDS: usize,
+    const V_PAIR_WORDS: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
 >(
-    state: &mut Accumulator<VN, T>,
-    tile: &mut KvTile<KW, VW, U>,
-    queried: QueriedPass<K, KN, T>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    tile: &mut KvTile<K_WORDS, V_WORDS, KEY_TILES>,
+    queried: QueriedPass<KOperand, K_PAIRS, ROW_TILES>,
     memory: PassMemory,
     nibbles: &Shared<u8>,
     params: &Attend,
@@ -309,73 +342,98 @@ fn attend_tiles<
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
         let next = select(more, base + pass.tiles.step, pass.tiles.first);
-        let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(
-            tile,
-            queried.queries,
-            pass,
-            memory.kv,
-            nibbles,
-            next,
-        );
-        let last = base as i32 + 16 * U as i32;
+        let mut tile_scores = scores_of::<
+            KOperand,
+            K_FORMAT,
+            V_FORMAT,
+            HEAD_DIM,
+            VALUE_DIM,
+            K_PAIRS,
+            K_WORDS,
+            V_WORDS,
+            K_PAIR_WORDS,
+            ROW_TILES,
+            KEY_TILES,
+        >(tile, queried.queries, pass, memory.kv, nibbles, next);
+        let last = base as i32 + 16 * KEY_TILES as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
         let scoring = Scoring { has: pass.has, partial, tree: pass.keys.tree };
-        let mut greatest = [[f32::NEG_INFINITY; 2]; T];
-        for u in 0..U {
+        let mut greatest = [[f32::NEG_INFINITY; 2]; ROW_TILES];
+        for u in 0..KEY_TILES {
             let key = base as i32 + 16 * u as i32;
-            tile_scores.scores[u] =
-                mask_and_bias::<T>(tile_scores.scores[u], key, pass.rows, memory.bias, params, scoring);
-            greatest = greatest_score::<VF, T>(greatest, tile_scores.scores[u], tile_scores.value_scales[u]);
+            tile_scores.scores[u] = mask_and_bias::<ROW_TILES>(
+                tile_scores.scores[u],
+                key,
+                pass.rows,
+                memory.bias,
+                params,
+                scoring,
+            );
+            greatest = greatest_score::<V_FORMAT, ROW_TILES>(
+                greatest,
+                tile_scores.scores[u],
+                tile_scores.value_scales[u],
+            );
         }
-        online_softmax::<VN, T>(state, greatest);
+        online_softmax::<V_PAIRS, ROW_TILES>(state, greatest);
         let step = Step { base, partial, v: pass.v };
-        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, memory.kv, nibbles, step);
+        add_values::<
+            VOperand,
+            V_FORMAT,
+            VALUE_DIM,
+            V_PAIRS,
+            K_WORDS,
+            V_WORDS,
+            V_PAIR_WORDS,
+            ROW_TILES,
+            KEY_TILES,
+        >(state, tile, tile_scores, memory.kv, nibbles, step);
         base = next;
     }
 }
 
 /// Partial results of attention of the query rows of each key/value head: see the module. `partial_out`
-/// `[B, Sq, H, splits, Dv]` is divided by `S`, `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits]`. With
+/// `[B, Sq, H, splits, Dv]` is divided by `SIMD_GROUPS`, `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits]`. With
 /// ALiBi, distances are from the nearest key that a row sees, and behind the pairs follows the shift of each row
 /// `[B, Sq, H]`, in units of the score.
 ///
-/// Groups are (key/value heads times tiles of `8 T` rows, splits, sequences).
+/// Groups are (key/value heads times tiles of `8 ROW_TILES` rows, splits, sequences).
 ///
 /// | generic | |
 /// |---|---|
-/// | `Q` | type of q |
-/// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
-/// | `D`, `DV` | head dimensions |
-/// | `T`, `U`, `S` | tiles of 8 query rows, tiles of 16 keys at a time, SIMD groups |
-/// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
+/// | `QElement` | type of q |
+/// | `K_FORMAT`, `V_FORMAT` | formats of keys and values: constants of [`formats`](super::formats) |
+/// | `HEAD_DIM`, `VALUE_DIM` | head dimensions |
+/// | `ROW_TILES`, `KEY_TILES`, `SIMD_GROUPS` | tiles of 8 query rows, tiles of 16 keys at a time, SIMD groups |
+/// | `TABLE_COPIES` | copies of the table of `tq4`: 8, 16 or 32 |
 ///
 /// Generics that follow from them:
 ///
 /// | generic | |
 /// |---|---|
-/// | `K`, `V` | types of the products with keys and values |
-/// | `KN`, `VN` | pairs of coordinates a lane of a key, of a value |
-/// | `KW`, `VW` | words of a lane as they are loaded |
-/// | `KP`, `VP` | words of the decoded pairs of a lane |
-/// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
-/// | `NB` | bytes of the table of `tq4` |
-/// | `DM` | the larger head dimension, [`padded`] |
+/// | `KOperand`, `VOperand` | types in which keys and values are multiplied |
+/// | `K_PAIRS`, `V_PAIRS` | pairs of coordinates of a key, of a value that a lane holds |
+/// | `K_WORDS`, `V_WORDS` | words of a key, of a value that a lane loads |
+/// | `K_PAIR_WORDS`, `V_PAIR_WORDS` | words of the pairs of a lane, decoded |
+/// | `K_ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
+/// | `TABLE_BYTES` | bytes of the table of `tq4` |
+/// | `PADDED_DIM` | the larger head dimension, [`padded`] |
 #[kernel(
-    threads = (32 * S) as u32,
+    threads = (32 * SIMD_GROUPS) as u32,
     derive(
-        K: Element = product_type(Q, KF),
-        V: Element = product_type(Q, VF),
-        KN: usize = lane_pairs(D, 4),
-        VN: usize = lane_pairs(DV, 8),
-        KW: usize = lane_words(KF, D, 4),
-        VW: usize = lane_words(VF, DV, 8),
-        KP: usize = pair_words(K, D, 4),
-        VP: usize = pair_words(V, DV, 8),
-        ORDER: u32 = hadamard_order(KF, D),
-        NB: usize = nibble_bytes(KF, D, VF, DV, C),
-        DM: usize = padded(larger(D, DV) as u32) as usize,
+        KOperand: Element = product_type(QElement, K_FORMAT),
+        VOperand: Element = product_type(QElement, V_FORMAT),
+        K_PAIRS: usize = lane_pairs(HEAD_DIM, 4),
+        V_PAIRS: usize = lane_pairs(VALUE_DIM, 8),
+        K_WORDS: usize = lane_words(K_FORMAT, HEAD_DIM, 4),
+        V_WORDS: usize = lane_words(V_FORMAT, VALUE_DIM, 8),
+        K_PAIR_WORDS: usize = pair_words(KOperand, HEAD_DIM, 4),
+        V_PAIR_WORDS: usize = pair_words(VOperand, VALUE_DIM, 8),
+        K_ORDER: u32 = hadamard_order(K_FORMAT, HEAD_DIM),
+        TABLE_BYTES: usize = nibble_bytes(K_FORMAT, HEAD_DIM, V_FORMAT, VALUE_DIM, TABLE_COPIES),
+        PADDED_DIM: usize = padded(larger(HEAD_DIM, VALUE_DIM) as u32) as usize,
     ),
-    requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
+    requires(K_FORMAT <= MLX8_PLAIN && V_FORMAT <= MLX8_PLAIN, "formats of rows"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
@@ -385,8 +443,8 @@ fn attend_tiles<
     requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
     requires(partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
     requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
-    requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(DV as u64), "partial outputs of every partial result"),
-    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
+    requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(VALUE_DIM as u64), "partial outputs of every partial result"),
+    requires(K_ORDER == 0 || factors.len() >= HEAD_DIM + block_count(K_ORDER, HEAD_DIM), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
               format = [BF16, TQ4], row = [256, 66], splits = [4, 4]),
@@ -395,18 +453,20 @@ fn attend_tiles<
         tolerance = 0.02,
     ),
 )]
+// Generics of a call are a paragraph here: rustfmt gives each a line of its own, which would be half of the kernel.
+#[rustfmt::skip]
 pub fn decode<
-    Q: Element,
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const T: usize,
-    const U: usize,
-    const S: usize,
-    const C: usize,
+    QElement: Element,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TABLE_COPIES: usize,
 >(
-    q: &Buffer<Q>,
+    q: &Buffer<QElement>,
     k: &Buffer<u8>,
     v: &Buffer<u8>,
     table: &Buffer<u32>,
@@ -429,44 +489,50 @@ pub fn decode<
     #[constant] has_k_mean: bool,
 ) {
     // Queries; at the end, sums of the outputs of the SIMD groups.
-    let mut queries: Shared<f32> = shared(8 * T * DM);
+    let mut queries: Shared<f32> = shared(8 * ROW_TILES * PADDED_DIM);
     // The factor and the bias of the products of each row.
-    let mut scales: Shared<f32> = shared(8 * T);
-    let mut biases: Shared<f32> = shared(8 * T);
-    let mut max_sum: Shared<f32> = shared(16 * S * T);
-    let mut nibbles: Shared<u8> = shared(NB);
+    let mut scales: Shared<f32> = shared(8 * ROW_TILES);
+    let mut biases: Shared<f32> = shared(8 * ROW_TILES);
+    let mut max_sum: Shared<f32> = shared(16 * SIMD_GROUPS * ROW_TILES);
+    let mut nibbles: Shared<u8> = shared(TABLE_BYTES);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
     let query_memory = QueryMemory { factors, means, centered: has_k_mean };
-    let tile = row_tile(sequences, params, (8 * T) as u32);
+    let tile = row_tile(sequences, params, (8 * ROW_TILES) as u32);
     if tile.first >= tile.rows {
         return;
     }
-    let bounds = row_bounds::<T>(tile, slopes, params, has);
+    let bounds = row_bounds::<ROW_TILES>(tile, slopes, params, has);
     if has_alibi {
-        store_shifts::<T>(tile, bounds.rows, params, partial_max_sum);
+        store_shifts::<ROW_TILES>(tile, bounds.rows, params, partial_max_sum);
     }
-    let pass = pass_of::<KF, VF, D, DV, T, U, S, C>(tile, bounds, params, has, paging);
-    let mut next = first_tile::<KF, VF, D, DV, KW, VW, T, U>(kv, pass);
+    let pass = pass_of::<K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, ROW_TILES, KEY_TILES, SIMD_GROUPS,
+        TABLE_COPIES>(tile, bounds, params, has, paging);
+    let mut next = first_tile::<K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, K_WORDS, V_WORDS, ROW_TILES,
+        KEY_TILES>(kv, pass);
     // The table and the queries, while the first keys and values are on their way.
-    fill_table::<KF, VF, D, DV, S>(pass.k.levels, pass.v.levels, &mut nibbles);
-    stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
+    fill_table::<K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, SIMD_GROUPS>(pass.k.levels, pass.v.levels,
+        &mut nibbles);
+    stage_queries::<QElement, HEAD_DIM, ROW_TILES, SIMD_GROUPS>(q, tile, params, &mut queries);
     barrier();
     let head = tile.kv_head;
     let scale = params.scale;
-    prepare_queries::<KF, D, ORDER, T, S>(&mut queries, &mut scales, &mut biases, query_memory, head, scale);
+    prepare_queries::<K_FORMAT, HEAD_DIM, K_ORDER, ROW_TILES, SIMD_GROUPS>(&mut queries, &mut scales,
+        &mut biases, query_memory, head, scale);
     barrier();
-    let operands = query_operands::<K, KF, D, KN, T>(&queries, &scales, &biases);
-    let queried = QueriedPass::<K, KN, T> { queries: operands, pass };
-    let mut state = no_keys_yet::<VN, T>();
+    let operands = query_operands::<KOperand, K_FORMAT, HEAD_DIM, K_PAIRS, ROW_TILES>(&queries, &scales,
+        &biases);
+    let queried = QueriedPass::<KOperand, K_PAIRS, ROW_TILES> { queries: operands, pass };
+    let mut state = no_keys_yet::<V_PAIRS, ROW_TILES>();
     let mut passes = true;
     while passes {
-        attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, T, U>(
-            &mut state, &mut next, queried, memory, &nibbles, params,
-        );
-        passes = needs_second_pass::<VF, VN, T>(&mut state);
+        attend_tiles::<KOperand, VOperand, K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, K_PAIRS, V_PAIRS, K_WORDS,
+            V_WORDS, K_PAIR_WORDS, V_PAIR_WORDS, ROW_TILES, KEY_TILES>(&mut state, &mut next, queried, memory,
+            &nibbles, params);
+        passes = needs_second_pass::<V_FORMAT, V_PAIRS, ROW_TILES>(&mut state);
     }
-    merge_simds::<S, VN, T>(state, &mut max_sum, &mut queries);
-    store_partial::<VF, DV, S, VN, T>(&max_sum, &queries, tile, params, partial_out, partial_max_sum);
+    merge_simds::<SIMD_GROUPS, V_PAIRS, ROW_TILES>(state, &mut max_sum, &mut queries);
+    store_partial::<V_FORMAT, VALUE_DIM, SIMD_GROUPS, V_PAIRS, ROW_TILES>(&max_sum, &queries, tile, params,
+        partial_out, partial_max_sum);
 }

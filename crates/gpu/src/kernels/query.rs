@@ -1,7 +1,7 @@
 //! The query rows of a threadgroup: which keys each of them sees, and how they are staged for the product with the keys.
 //!
-//! A threadgroup has `8 T` query rows of one key/value head. A lane's scores are of `2 T` of them: `[t][n]` is row
-//! `8 t + 2 p + n`, where `p` is its [`matrix_pair`].
+//! A threadgroup has `8 ROW_TILES` query rows of one key/value head. A lane's scores are of `2 ROW_TILES` of them: `[t][n]` is
+//! row `8 t + 2 p + n`, where `p` is its [`matrix_pair`].
 
 use super::attend::{Attend, Sequence, sequence_of};
 use super::formats::{is_codes, padded};
@@ -175,27 +175,27 @@ pub struct KeyRange {
 
 /// The bounds of a lane's rows, and the keys of all rows of the tile.
 #[device]
-pub struct RowBounds<const T: usize> {
+pub struct RowBounds<const ROW_TILES: usize> {
     /// Bounds of rows `[t][n]`.
-    pub rows: [[RowBound; 2]; T],
+    pub rows: [[RowBound; 2]; ROW_TILES],
     /// Keys of all rows of the tile.
     pub keys: KeyRange,
 }
 
 /// Bounds of the rows of a tile.
 #[device]
-pub fn row_bounds<const T: usize>(
+pub fn row_bounds<const ROW_TILES: usize>(
     tile: RowTile,
     slopes: &Buffer<f32>,
     params: &Attend,
     has: Features,
-) -> RowBounds<T> {
-    let mut rows = [[unseeing_row(); 2]; T];
+) -> RowBounds<ROW_TILES> {
+    let mut rows = [[unseeing_row(); 2]; ROW_TILES];
     let mut low = i32::MAX;
     let mut high = 0i32;
     let mut full_low = 0i32;
     let mut full_high = i32::MAX;
-    for t in 0..T {
+    for t in 0..ROW_TILES {
         for n in 0..2usize {
             let row = lane_query_row(tile, t, n);
             if row < tile.rows {
@@ -220,22 +220,22 @@ pub fn row_bounds<const T: usize>(
     if has.tree_mask {
         keys.full_high = keys.full_high.min(keys.tree);
     }
-    let bounds = RowBounds::<T> { rows, keys };
+    let bounds = RowBounds::<ROW_TILES> { rows, keys };
     bounds
 }
 
 /// Stores the shifts of the rows behind the `(row_max, row_sum)` pairs of all partial results. One SIMD group of the
 /// first split does it.
 #[device]
-pub fn store_shifts<const T: usize>(
+pub fn store_shifts<const ROW_TILES: usize>(
     tile: RowTile,
-    rows: [[RowBound; 2]; T],
+    rows: [[RowBound; 2]; ROW_TILES],
     params: &Attend,
     partial_max_sum: &mut Buffer<f32>,
 ) {
     if group_y() == 0 && simd_index() == 0 && matrix_row() == 0 {
         let results = params.batches * params.queries * params.q_heads * groups_y();
-        for t in 0..T {
+        for t in 0..ROW_TILES {
             for n in 0..2usize {
                 if lane_query_row(tile, t, n) < tile.rows {
                     partial_max_sum[2 * results + rows[t][n].result] = rows[t][n].shift;
@@ -247,17 +247,22 @@ pub fn store_shifts<const T: usize>(
 
 /// Loads the rows of the tile as f32 into threadgroup memory, [`padded`] with zeros; rows beyond the last are zeros.
 #[device]
-pub fn stage_queries<Q: Element, const D: usize, const T: usize, const S: usize>(
-    q: &Buffer<Q>,
+pub fn stage_queries<
+    QElement: Element,
+    const HEAD_DIM: usize,
+    const ROW_TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    q: &Buffer<QElement>,
     tile: RowTile,
     params: &Attend,
     queries: &mut Shared<f32>,
 ) {
-    let width = padded(D as u32);
-    for at in (thread_index()..8 * T as u32 * width).step_by(32 * S) {
+    let width = padded(HEAD_DIM as u32);
+    for at in (thread_index()..8 * ROW_TILES as u32 * width).step_by(32 * SIMD_GROUPS) {
         let row = tile.first + at / width;
         let mut x = 0.0;
-        if row < tile.rows && at % width < D as u32 {
+        if row < tile.rows && at % width < HEAD_DIM as u32 {
             let query = tile.sequence.q_start + row / params.group;
             let start = tile.sequence.batch as u64 * params.q[0]
                 + head_of(tile, params, row) as u64 * params.q[1]
@@ -292,7 +297,7 @@ pub struct Prepared {
 /// the keys are, and, where they are codes, divides it by a power of two that makes its coordinates at most 2, as they
 /// are multiplied as f16. By a SIMD group.
 #[device]
-pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
+pub fn prepare_query<const K_FORMAT: u32, const HEAD_DIM: usize, const K_ORDER: u32>(
     queries: &mut Shared<f32>,
     start: u32,
     memory: QueryMemory,
@@ -300,23 +305,23 @@ pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
 ) -> Prepared {
     let mut prepared = Prepared { unit: 1.0, bias: 0.0 };
     if memory.centered {
-        for c in (simd_lane()..D as u32).step_by(32) {
-            prepared.bias += queries[start + c] * memory.means[kv_head * D as u32 + c];
+        for c in (simd_lane()..HEAD_DIM as u32).step_by(32) {
+            prepared.bias += queries[start + c] * memory.means[kv_head * HEAD_DIM as u32 + c];
         }
         prepared.bias = simd_sum(prepared.bias);
     }
-    if ORDER > 0 {
-        rotate::<D, ORDER>(queries, start, memory.factors);
+    if K_ORDER > 0 {
+        rotate::<HEAD_DIM, K_ORDER>(queries, start, memory.factors);
     }
-    if is_codes(FORMAT) {
+    if is_codes(K_FORMAT) {
         let mut greatest = 0.0;
-        for c in (simd_lane()..D as u32).step_by(32) {
+        for c in (simd_lane()..HEAD_DIM as u32).step_by(32) {
             greatest = greatest.max(queries[start + c].abs());
         }
         let exponent = simd_max(greatest).to_bits() & 0x7f80_0000;
         prepared.unit = f32::from_bits(exponent.clamp(0x2000_0000, 0x6000_0000));
         let inverse = 1.0 / prepared.unit;
-        for c in (simd_lane()..D as u32).step_by(32) {
+        for c in (simd_lane()..HEAD_DIM as u32).step_by(32) {
             queries[start + c] *= inverse;
         }
     }
@@ -327,11 +332,11 @@ pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
 /// products.
 #[device]
 pub fn prepare_queries<
-    const FORMAT: u32,
-    const D: usize,
-    const ORDER: u32,
-    const T: usize,
-    const S: usize,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_ORDER: u32,
+    const ROW_TILES: usize,
+    const SIMD_GROUPS: usize,
 >(
     queries: &mut Shared<f32>,
     scales: &mut Shared<f32>,
@@ -340,8 +345,13 @@ pub fn prepare_queries<
     kv_head: u32,
     scale: f32,
 ) {
-    for row in (simd_index()..(8 * T) as u32).step_by(S) {
-        let query = prepare_query::<FORMAT, D, ORDER>(queries, row * padded(D as u32), memory, kv_head);
+    for row in (simd_index()..(8 * ROW_TILES) as u32).step_by(SIMD_GROUPS) {
+        let query = prepare_query::<K_FORMAT, HEAD_DIM, K_ORDER>(
+            queries,
+            row * padded(HEAD_DIM as u32),
+            memory,
+            kv_head,
+        );
         if simd_lane() == 0 {
             scales[row] = query.unit * scale;
             biases[row] = query.bias * scale;

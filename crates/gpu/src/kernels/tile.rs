@@ -1,4 +1,4 @@
-//! One tile of attention: the scores of 16 keys and `8 T` query rows, their softmax, and the product with the values.
+//! One tile of attention: the scores of 16 keys and `8 ROW_TILES` query rows, their softmax, and the product with the values.
 //!
 //! The 16 keys are two stacked left operands of 8 rows, the queries the right operand: a lane holds `scores[t][h][n]`
 //! of key `8 h + r` and query row `8 t + 2 p + n`, where `r` is its [`matrix_row`] and `p` its [`matrix_pair`].
@@ -34,40 +34,46 @@ pub const MIN_SCALE: f32 = -60.0;
 
 /// Right operands of the product with the keys, and the terms that make scores of the products.
 #[device]
-pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
-    /// The queries, rounded to `K`.
-    pub rounded: [[Right<K>; N]; T],
+pub struct QueryOperands<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize> {
+    /// The queries, rounded to `KOperand`.
+    pub rounded: [[Right<KOperand>; K_PAIRS]; ROW_TILES],
     /// Rounding residuals of the queries when keys are codes: they make scores as exact as with f32 queries.
-    pub residual: [[Right<K>; N]; T],
+    pub residual: [[Right<KOperand>; K_PAIRS]; ROW_TILES],
     /// Factor of the products of a row.
-    pub scale: [[f32; 2]; T],
+    pub scale: [[f32; 2]; ROW_TILES],
     /// Bias of the products of a row.
-    pub bias: [[f32; 2]; T],
+    pub bias: [[f32; 2]; ROW_TILES],
 }
 
 /// Right operands of the queries that are staged in threadgroup memory, with the factors and the biases of their rows.
 #[device]
-pub fn query_operands<K: Element, const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
+pub fn query_operands<
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
+>(
     queries: &Shared<f32>,
     scales: &Shared<f32>,
     biases: &Shared<f32>,
-) -> QueryOperands<K, N, T> {
-    let mut operands = QueryOperands::<K, N, T> {
-        rounded: [[right_zero::<K>(); N]; T],
-        residual: [[right_zero::<K>(); N]; T],
-        scale: [[0.0; 2]; T],
-        bias: [[0.0; 2]; T],
+) -> QueryOperands<KOperand, K_PAIRS, ROW_TILES> {
+    let mut operands = QueryOperands::<KOperand, K_PAIRS, ROW_TILES> {
+        rounded: [[right_zero::<KOperand>(); K_PAIRS]; ROW_TILES],
+        residual: [[right_zero::<KOperand>(); K_PAIRS]; ROW_TILES],
+        scale: [[0.0; 2]; ROW_TILES],
+        bias: [[0.0; 2]; ROW_TILES],
     };
-    for t in 0..T {
-        for i in 0..N {
-            let start = (8 * t as u32 + matrix_row()) * padded(D as u32);
-            let x = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32)];
-            let y = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32 + 1)];
-            operands.rounded[t][i] = right_transposed::<K>(x, y);
-            if is_codes(FORMAT) {
-                let x_left = x - K::from_f32(x).to_f32();
-                let y_left = y - K::from_f32(y).to_f32();
-                operands.residual[t][i] = right_transposed::<K>(x_left, y_left);
+    for t in 0..ROW_TILES {
+        for i in 0..K_PAIRS {
+            let start = (8 * t as u32 + matrix_row()) * padded(HEAD_DIM as u32);
+            let x = queries[start + coordinate::<K_FORMAT, HEAD_DIM, 4>(matrix_pair(), 2 * i as u32)];
+            let y = queries[start + coordinate::<K_FORMAT, HEAD_DIM, 4>(matrix_pair(), 2 * i as u32 + 1)];
+            operands.rounded[t][i] = right_transposed::<KOperand>(x, y);
+            if is_codes(K_FORMAT) {
+                let x_left = x - KOperand::from_f32(x).to_f32();
+                let y_left = y - KOperand::from_f32(y).to_f32();
+                operands.residual[t][i] = right_transposed::<KOperand>(x_left, y_left);
             }
         }
         for n in 0..2usize {
@@ -103,84 +109,114 @@ fn times_half_norm(products: [[f32; 2]; 2], scales: [Scale; 2], half: usize) -> 
     result
 }
 
-/// Scores of 16 keys: `scale q . k + bias`. `N` pairs of coordinates a lane.
+/// Scores of 16 keys: `scale q . k + bias`. A lane has `K_PAIRS` pairs of coordinates.
 #[device]
 #[inline(always)]
 pub fn qk_tile<
-    K: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const W: usize,
-    const P: usize,
-    const N: usize,
-    const T: usize,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_WORDS: usize,
+    const K_PAIR_WORDS: usize,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
 >(
-    keys: KeyWords<W>,
-    queries: QueryOperands<K, N, T>,
+    keys: KeyWords<K_WORDS>,
+    queries: QueryOperands<KOperand, K_PAIRS, ROW_TILES>,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
-) -> [[[f32; 2]; 2]; T] {
-    let mut scores = [[[0.0; 2]; 2]; T];
-    let mut whole = [[[0.0; 2]; 2]; T];
+) -> [[[f32; 2]; 2]; ROW_TILES] {
+    let mut scores = [[[0.0; 2]; 2]; ROW_TILES];
+    let mut whole = [[[0.0; 2]; 2]; ROW_TILES];
     // Sums of their own, so that products do not all wait for each other.
-    let mut left_over = [[[0.0; 2]; 2]; T];
-    let scales = [scale_of::<FORMAT, D>(keys.scales[0]), scale_of::<FORMAT, D>(keys.scales[1])];
-    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks, nibbles);
-    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks, nibbles);
+    let mut left_over = [[[0.0; 2]; 2]; ROW_TILES];
+    let scales =
+        [scale_of::<K_FORMAT, HEAD_DIM>(keys.scales[0]), scale_of::<K_FORMAT, HEAD_DIM>(keys.scales[1])];
+    let low = pairs::<K_FORMAT, HEAD_DIM, 4, K_WORDS, K_PAIR_WORDS>(
+        keys.words[0],
+        matrix_pair(),
+        levels,
+        codebooks,
+        nibbles,
+    );
+    let high = pairs::<K_FORMAT, HEAD_DIM, 4, K_WORDS, K_PAIR_WORDS>(
+        keys.words[1],
+        matrix_pair(),
+        levels,
+        codebooks,
+        nibbles,
+    );
     // Codebooks are f32: a second operand has their rounding residuals in f16.
     let mut low_left = low;
     let mut high_left = high;
-    if is_mlx(FORMAT) {
+    if is_mlx(K_FORMAT) {
         let rest =
             Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256, copies: levels.copies };
-        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks, nibbles);
-        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks, nibbles);
+        low_left = pairs::<K_FORMAT, HEAD_DIM, 4, K_WORDS, K_PAIR_WORDS>(
+            keys.words[0],
+            matrix_pair(),
+            rest,
+            codebooks,
+            nibbles,
+        );
+        high_left = pairs::<K_FORMAT, HEAD_DIM, 4, K_WORDS, K_PAIR_WORDS>(
+            keys.words[1],
+            matrix_pair(),
+            rest,
+            codebooks,
+            nibbles,
+        );
     }
-    for j in 0..N / 2 {
-        let a = P / N * 2 * j;
-        let a_last = P / N * (2 * j + 1) - 1;
+    for j in 0..K_PAIRS / 2 {
+        let a = K_PAIR_WORDS / K_PAIRS * 2 * j;
+        let a_last = K_PAIR_WORDS / K_PAIRS * (2 * j + 1) - 1;
         let b = a_last + 1;
-        let b_last = P / N * (2 * j + 2) - 1;
-        let k = [left::<K>(low[a], low[a_last]), left::<K>(high[a], high[a_last])];
-        let k_next = [left::<K>(low[b], low[b_last]), left::<K>(high[b], high[b_last])];
-        for t in 0..T {
+        let b_last = K_PAIR_WORDS / K_PAIRS * (2 * j + 2) - 1;
+        let k = [left::<KOperand>(low[a], low[a_last]), left::<KOperand>(high[a], high[a_last])];
+        let k_next = [left::<KOperand>(low[b], low[b_last]), left::<KOperand>(high[b], high[b_last])];
+        for t in 0..ROW_TILES {
             let q = queries.rounded[t][2 * j];
             let q_next = queries.rounded[t][2 * j + 1];
             let mut sum = scores[t];
             // Products of f32 are summed by 64: the error is that of fewer additions.
-            if P == 2 * N && j % 4 == 0 {
+            if K_PAIR_WORDS == 2 * K_PAIRS && j % 4 == 0 {
                 sum = [[0.0; 2]; 2];
                 whole[t] = add_tiles(whole[t], scores[t]);
             }
-            if has_half_norms(FORMAT, D as u32) && j == N / 4 {
+            if has_half_norms(K_FORMAT, HEAD_DIM as u32) && j == K_PAIRS / 4 {
                 sum = [[0.0; 2]; 2];
                 whole[t] = times_half_norm(add_tiles(scores[t], left_over[t]), scales, 0);
                 left_over[t] = [[0.0; 2]; 2];
             }
-            scores[t] = multiply_add_twice::<K>(k, q, k_next, q_next, sum);
-            if is_codes(FORMAT) {
+            scores[t] = multiply_add_twice::<KOperand>(k, q, k_next, q_next, sum);
+            if is_codes(K_FORMAT) {
                 let residual = queries.residual[t][2 * j];
                 let residual_next = queries.residual[t][2 * j + 1];
-                left_over[t] = multiply_add_twice::<K>(k, residual, k_next, residual_next, left_over[t]);
+                left_over[t] =
+                    multiply_add_twice::<KOperand>(k, residual, k_next, residual_next, left_over[t]);
             }
-            if is_mlx(FORMAT) {
-                let rest =
-                    [left::<K>(low_left[a], low_left[a_last]), left::<K>(high_left[a], high_left[a_last])];
-                let rest_next =
-                    [left::<K>(low_left[b], low_left[b_last]), left::<K>(high_left[b], high_left[b_last])];
-                left_over[t] = multiply_add_twice::<K>(rest, q, rest_next, q_next, left_over[t]);
+            if is_mlx(K_FORMAT) {
+                let rest = [
+                    left::<KOperand>(low_left[a], low_left[a_last]),
+                    left::<KOperand>(high_left[a], high_left[a_last]),
+                ];
+                let rest_next = [
+                    left::<KOperand>(low_left[b], low_left[b_last]),
+                    left::<KOperand>(high_left[b], high_left[b_last]),
+                ];
+                left_over[t] = multiply_add_twice::<KOperand>(rest, q, rest_next, q_next, left_over[t]);
             }
         }
     }
-    for t in 0..T {
-        if is_codes(FORMAT) {
+    for t in 0..ROW_TILES {
+        if is_codes(K_FORMAT) {
             scores[t] = add_tiles(scores[t], left_over[t]);
         }
-        if P == 2 * N {
+        if K_PAIR_WORDS == 2 * K_PAIRS {
             scores[t] = add_tiles(whole[t], scores[t]);
         }
-        if has_half_norms(FORMAT, D as u32) {
+        if has_half_norms(K_FORMAT, HEAD_DIM as u32) {
             scores[t] = add_tiles(whole[t], times_half_norm(scores[t], scales, 1));
         }
         for h in 0..2usize {
@@ -265,18 +301,18 @@ pub fn biased(product: f32, key: i32, row: RowBound, params: &Attend, scoring: S
 /// Applies softcap, ALiBi and masks to the scores of 16 keys from key `first` on.
 #[device]
 #[inline(always)]
-pub fn mask_and_bias<const T: usize>(
-    scores: [[[f32; 2]; 2]; T],
+pub fn mask_and_bias<const ROW_TILES: usize>(
+    scores: [[[f32; 2]; 2]; ROW_TILES],
     first: i32,
-    rows: [[RowBound; 2]; T],
+    rows: [[RowBound; 2]; ROW_TILES],
     memory: BiasMemory,
     params: &Attend,
     scoring: Scoring,
-) -> [[[f32; 2]; 2]; T] {
+) -> [[[f32; 2]; 2]; ROW_TILES] {
     let mut result = scores;
     for h in 0..2usize {
         let key = first + 8 * h as i32 + matrix_row() as i32;
-        for t in 0..T {
+        for t in 0..ROW_TILES {
             for n in 0..2usize {
                 result[t][h][n] = biased(scores[t][h][n], key, rows[t][n], params, scoring);
             }
@@ -286,7 +322,7 @@ pub fn mask_and_bias<const T: usize>(
     if scoring.partial {
         for h in 0..2usize {
             let key = first + 8 * h as i32 + matrix_row() as i32;
-            for t in 0..T {
+            for t in 0..ROW_TILES {
                 for n in 0..2usize {
                     result[t][h][n] = masked(result[t][h][n], key, rows[t][n], memory, params, scoring);
                 }
@@ -301,16 +337,16 @@ pub fn mask_and_bias<const T: usize>(
 /// | | `out` | `row_max`, `row_sum` | bit of `shrunk` |
 /// |---|---|---|---|
 /// | [`decode`](super::decode), rows `8 t + 2 p + n` | `[t][i][h][n]`: see the module | `[t][n]` | `2 t + n` |
-/// | [`prefill`](super::prefill), rows `16 m + 8 h + r`, with `T = M` | `[m][i][h][n]`: see there | `[m][h]` | `2 m + h` |
+/// | [`prefill`](super::prefill), rows `16 m + 8 h + r` | `[m][i][h][n]`: see there | `[m][h]` | `2 m + h` |
 #[device]
-pub struct Accumulator<const N: usize, const T: usize> {
+pub struct Accumulator<const V_PAIRS: usize, const ROW_TILES: usize> {
     /// Partial outputs `sum of p v`.
-    pub out: [[[[f32; 2]; 2]; N]; T],
+    pub out: [[[[f32; 2]; 2]; V_PAIRS]; ROW_TILES],
     /// The maximum that exponents of probabilities are relative to. It is at most [`SLACK`] below the largest score so far, to each of which
     /// codes add log2 of the value's scale ([`greatest_score`]).
-    pub row_max: [[f32; 2]; T],
+    pub row_max: [[f32; 2]; ROW_TILES],
     /// Sums of the probabilities of a lane's own keys.
-    pub row_sum: [[f32; 2]; T],
+    pub row_sum: [[f32; 2]; ROW_TILES],
     /// The bits of rows that are recomputed with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`]
     /// too.
     pub shrunk: u32,
@@ -318,11 +354,11 @@ pub struct Accumulator<const N: usize, const T: usize> {
 
 /// The accumulator before the first key.
 #[device]
-pub fn no_keys_yet<const N: usize, const T: usize>() -> Accumulator<N, T> {
-    let empty = Accumulator::<N, T> {
-        out: [[[[0.0; 2]; 2]; N]; T],
-        row_max: [[f32::NEG_INFINITY; 2]; T],
-        row_sum: [[0.0; 2]; T],
+pub fn no_keys_yet<const V_PAIRS: usize, const ROW_TILES: usize>() -> Accumulator<V_PAIRS, ROW_TILES> {
+    let empty = Accumulator::<V_PAIRS, ROW_TILES> {
+        out: [[[[0.0; 2]; 2]; V_PAIRS]; ROW_TILES],
+        row_max: [[f32::NEG_INFINITY; 2]; ROW_TILES],
+        row_sum: [[0.0; 2]; ROW_TILES],
         shrunk: 0,
     };
     empty
@@ -337,18 +373,18 @@ pub fn log2_near(x: f32) -> f32 {
 /// The greater of `greatest` and the scores of 16 keys, each with the scale of its value, in units of log2.
 #[device]
 #[inline(always)]
-pub fn greatest_score<const FORMAT: u32, const T: usize>(
-    greatest: [[f32; 2]; T],
-    scores: [[[f32; 2]; 2]; T],
+pub fn greatest_score<const V_FORMAT: u32, const ROW_TILES: usize>(
+    greatest: [[f32; 2]; ROW_TILES],
+    scores: [[[f32; 2]; 2]; ROW_TILES],
     value_scales: [f32; 2],
-) -> [[f32; 2]; T] {
+) -> [[f32; 2]; ROW_TILES] {
     let mut result = greatest;
     for h in 0..2usize {
         let mut scale = 0.0;
-        if is_codes(FORMAT) {
+        if is_codes(V_FORMAT) {
             scale = log2_near(value_scales[h]).max(MIN_SCALE);
         }
-        for t in 0..T {
+        for t in 0..ROW_TILES {
             for n in 0..2usize {
                 result[t][n] = result[t][n].max(scores[t][h][n] + scale);
             }
@@ -366,24 +402,24 @@ pub fn weighed(p: f32, x: f32) -> f32 {
 /// Raises `row_max` to the greatest scores of a tile, where some row's is above it by more than the slack.
 #[device]
 #[inline(always)]
-pub fn online_softmax<const N: usize, const T: usize>(
-    state: &mut Accumulator<N, T>,
-    greatest: [[f32; 2]; T],
+pub fn online_softmax<const V_PAIRS: usize, const ROW_TILES: usize>(
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    greatest: [[f32; 2]; ROW_TILES],
 ) {
     let mut behind = false;
-    for t in 0..T {
+    for t in 0..ROW_TILES {
         for n in 0..2usize {
             behind = behind || greatest[t][n] > state.row_max[t][n] + SLACK;
         }
     }
     if simd_any(behind) {
-        for t in 0..T {
+        for t in 0..ROW_TILES {
             for n in 0..2usize {
                 let new = state.row_max[t][n].max(matrix_column_max(greatest[t][n]));
                 let by = select(new == f32::NEG_INFINITY, 1.0, (state.row_max[t][n] - new).exp2());
                 state.row_max[t][n] = new;
                 state.row_sum[t][n] *= by;
-                for i in 0..N {
+                for i in 0..V_PAIRS {
                     for h in 0..2usize {
                         state.out[t][i][h][n] = weighed(by, state.out[t][i][h][n]);
                     }
@@ -397,15 +433,15 @@ pub fn online_softmax<const N: usize, const T: usize>(
 /// (f16: `1 + 2^-11`): a mean that exceeds the largest element by no more becomes that element. Values of wider types may be larger, and their
 /// means infinite.
 #[device]
-pub fn element_of<Q: Element>(mean: f32) -> Q {
-    let mut element = Q::from_f32(mean);
+pub fn element_of<QElement: Element>(mean: f32) -> QElement {
+    let mut element = QElement::from_f32(mean);
     if mean.is_finite() && !element.to_f32().is_finite() {
         // bf16 represents 1e5; in f16 it overflows.
-        let is_bf16 = Q::from_f32(1e5).to_f32().is_finite();
+        let is_bf16 = QElement::from_f32(1e5).to_f32().is_finite();
         let largest = select(is_bf16, 3.389_531_4e38, 65504.0);
         let rounding = select(is_bf16, 0.003_906_25, 0.000_488_281_25);
         if mean.abs() <= largest * (1.0 + rounding) {
-            element = Q::from_f32(mean.max(-largest).min(largest));
+            element = QElement::from_f32(mean.max(-largest).min(largest));
         }
     }
     element
@@ -421,13 +457,13 @@ pub fn shrink_of(shrunk: u32, row: usize) -> f32 {
 /// factors of their rows.
 #[device]
 #[inline(always)]
-pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
-    state: &mut Accumulator<N, T>,
-    scores: [[[f32; 2]; 2]; T],
+pub fn probabilities<const V_FORMAT: u32, const V_PAIRS: usize, const ROW_TILES: usize>(
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    scores: [[[f32; 2]; 2]; ROW_TILES],
     value_scales: [f32; 2],
-) -> [[[f32; 2]; 2]; T] {
-    let mut probs = [[[0.0; 2]; 2]; T];
-    for t in 0..T {
+) -> [[[f32; 2]; 2]; ROW_TILES] {
+    let mut probs = [[[0.0; 2]; 2]; ROW_TILES];
+    for t in 0..ROW_TILES {
         for n in 0..2usize {
             // A row that has seen no key has scores of `-inf` alone.
             let row_max = state.row_max[t][n];
@@ -436,14 +472,14 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
                 let p = (scores[t][h][n] - reference).exp2();
                 state.row_sum[t][n] += p;
                 probs[t][h][n] = p;
-                if is_codes(FORMAT) {
+                if is_codes(V_FORMAT) {
                     probs[t][h][n] = select(p == 0.0, 0.0, p * value_scales[h]);
                 }
             }
         }
     }
     if state.shrunk != 0 {
-        for t in 0..T {
+        for t in 0..ROW_TILES {
             for h in 0..2usize {
                 for n in 0..2usize {
                     probs[t][h][n] *= shrink_of(state.shrunk, 2 * t + n);
@@ -456,11 +492,13 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
 
 /// Returns true if a value that the SIMD group has loaded is NaN or infinite.
 #[device]
-pub fn any_nonfinite<const FORMAT: u32, const D: usize, const W: usize>(values: ValueWords<W>) -> bool {
+pub fn any_nonfinite<const V_FORMAT: u32, const VALUE_DIM: usize, const V_WORDS: usize>(
+    values: ValueWords<V_WORDS>,
+) -> bool {
     let mut found = false;
-    if may_be_nonfinite(FORMAT) {
+    if may_be_nonfinite(V_FORMAT) {
         for n in 0..4usize {
-            found = found || has_nonfinite::<FORMAT, D, 8, W>(values.words[n]);
+            found = found || has_nonfinite::<V_FORMAT, VALUE_DIM, 8, V_WORDS>(values.words[n]);
         }
         found = simd_any(found);
     }
@@ -471,28 +509,32 @@ pub fn any_nonfinite<const FORMAT: u32, const D: usize, const W: usize>(values: 
 #[device]
 #[inline(always)]
 pub fn pv_tile<
-    V: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const W: usize,
-    const P: usize,
-    const N: usize,
-    const T: usize,
+    VOperand: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_WORDS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
 >(
-    state: &mut Accumulator<N, T>,
-    probs: [[[f32; 2]; 2]; T],
-    values: ValueWords<W>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    probs: [[[f32; 2]; 2]; ROW_TILES],
+    values: ValueWords<V_WORDS>,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
 ) {
-    let low = value_lefts::<V, FORMAT, D, W, P, N>(values, 0, levels, codebooks, nibbles);
-    let high = value_lefts::<V, FORMAT, D, W, P, N>(values, 1, levels, codebooks, nibbles);
-    for t in 0..T {
-        let p = right::<V>(probs[t][0][0], probs[t][0][1]);
-        let p_next = right::<V>(probs[t][1][0], probs[t][1][1]);
-        for i in 0..N {
-            state.out[t][i] = multiply_add_twice::<V>(low[i], p, high[i], p_next, state.out[t][i]);
+    let low = value_lefts::<VOperand, V_FORMAT, VALUE_DIM, V_WORDS, V_PAIR_WORDS, V_PAIRS>(
+        values, 0, levels, codebooks, nibbles,
+    );
+    let high = value_lefts::<VOperand, V_FORMAT, VALUE_DIM, V_WORDS, V_PAIR_WORDS, V_PAIRS>(
+        values, 1, levels, codebooks, nibbles,
+    );
+    for t in 0..ROW_TILES {
+        let p = right::<VOperand>(probs[t][0][0], probs[t][0][1]);
+        let p_next = right::<VOperand>(probs[t][1][0], probs[t][1][1]);
+        for i in 0..V_PAIRS {
+            state.out[t][i] = multiply_add_twice::<VOperand>(low[i], p, high[i], p_next, state.out[t][i]);
         }
     }
 }
@@ -501,26 +543,26 @@ pub fn pv_tile<
 #[device]
 #[inline(always)]
 fn value_lefts<
-    V: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const W: usize,
-    const P: usize,
-    const N: usize,
+    VOperand: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_WORDS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_PAIRS: usize,
 >(
-    values: ValueWords<W>,
+    values: ValueWords<V_WORDS>,
     h: usize,
     levels: Levels,
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
-) -> [[Left<V>; 2]; N] {
+) -> [[Left<VOperand>; 2]; V_PAIRS] {
     let lane = matrix_row();
-    let mut lefts = [[left::<V>(0u32, 0u32); 2]; N];
-    if P == N {
+    let mut lefts = [[left::<VOperand>(0u32, 0u32); 2]; V_PAIRS];
+    if V_PAIR_WORDS == V_PAIRS {
         let rows = [values.words[2 * h], values.words[2 * h + 1]];
-        let even = scale_of::<FORMAT, D>(values.scales[2 * h]);
-        let odd = scale_of::<FORMAT, D>(values.scales[2 * h + 1]);
-        let words = transposed_pairs::<FORMAT, D, 8, W, P>(
+        let even = scale_of::<V_FORMAT, VALUE_DIM>(values.scales[2 * h]);
+        let odd = scale_of::<V_FORMAT, VALUE_DIM>(values.scales[2 * h + 1]);
+        let words = transposed_pairs::<V_FORMAT, VALUE_DIM, 8, V_WORDS, V_PAIR_WORDS>(
             rows,
             [even.halves, odd.halves],
             lane,
@@ -528,16 +570,33 @@ fn value_lefts<
             codebooks,
             nibbles,
         );
-        for i in 0..N {
-            lefts[i] =
-                [left::<V>(words.first[i], words.first[i]), left::<V>(words.second[i], words.second[i])];
+        for i in 0..V_PAIRS {
+            lefts[i] = [
+                left::<VOperand>(words.first[i], words.first[i]),
+                left::<VOperand>(words.second[i], words.second[i]),
+            ];
         }
     } else {
         // Words of f32, of elements alone.
-        let even = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks, nibbles);
-        let odd = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks, nibbles);
-        for i in 0..N {
-            lefts[i] = [left::<V>(even[2 * i], odd[2 * i]), left::<V>(even[2 * i + 1], odd[2 * i + 1])];
+        let even = pairs::<V_FORMAT, VALUE_DIM, 8, V_WORDS, V_PAIR_WORDS>(
+            values.words[2 * h],
+            lane,
+            levels,
+            codebooks,
+            nibbles,
+        );
+        let odd = pairs::<V_FORMAT, VALUE_DIM, 8, V_WORDS, V_PAIR_WORDS>(
+            values.words[2 * h + 1],
+            lane,
+            levels,
+            codebooks,
+            nibbles,
+        );
+        for i in 0..V_PAIRS {
+            lefts[i] = [
+                left::<VOperand>(even[2 * i], odd[2 * i]),
+                left::<VOperand>(even[2 * i + 1], odd[2 * i + 1]),
+            ];
         }
     }
     lefts
@@ -546,31 +605,36 @@ fn value_lefts<
 /// Adds `p v` of a group of keys, key by key, where a value is not finite: `0 v` of a hidden key would not be 0, and of a key
 /// whose probability underflows not infinite. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
-pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
-    state: &mut Accumulator<N, T>,
-    scores: [[[f32; 2]; 2]; T],
-    probs: [[[f32; 2]; 2]; T],
+pub fn pv_tile_nonfinite<
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+>(
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    scores: [[[f32; 2]; 2]; ROW_TILES],
+    probs: [[[f32; 2]; 2]; ROW_TILES],
     kv: KvMemory,
     head: KvHead,
     group: KeyGroup,
 ) {
     for key in head.low.saturating_sub(group.first)..(head.last + 1).saturating_sub(group.first).min(16) {
-        let row = row_of_key::<FORMAT, D>(kv.table, head, group, key);
+        let row = row_of_key::<V_FORMAT, VALUE_DIM>(kv.table, head, group, key);
         let lane = matrix_lane(key % 8, matrix_pair());
-        let mut seen = [[false; 2]; T];
-        let mut p = [[0.0; 2]; T];
-        for t in 0..T {
+        let mut seen = [[false; 2]; ROW_TILES];
+        let mut p = [[0.0; 2]; ROW_TILES];
+        for t in 0..ROW_TILES {
             for n in 0..2usize {
                 let score = select(key < 8, scores[t][0][n], scores[t][1][n]);
                 seen[t][n] = simd_shuffle(score, lane) != f32::NEG_INFINITY;
                 p[t][n] = simd_shuffle(select(key < 8, probs[t][0][n], probs[t][1][n]), lane);
             }
         }
-        for i in 0..N {
+        for i in 0..V_PAIRS {
             for h in 0..2usize {
-                let c = coordinate::<FORMAT, D, 8>(matrix_row(), (2 * i + h) as u32);
-                let x = gather::<FORMAT, D>(kv.v, row, c, head.levels, kv.codebooks);
-                for t in 0..T {
+                let c = coordinate::<V_FORMAT, VALUE_DIM, 8>(matrix_row(), (2 * i + h) as u32);
+                let x = gather::<V_FORMAT, VALUE_DIM>(kv.v, row, c, head.levels, kv.codebooks);
+                for t in 0..ROW_TILES {
                     for n in 0..2usize {
                         state.out[t][i][h][n] += select(seen[t][n], weighed(p[t][n], x), 0.0);
                     }
@@ -583,12 +647,15 @@ pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, cons
 /// Bits `2 t + n` of a lane's rows whose partial outputs are infinite or NaN while their `row_sum` is finite: they
 /// overflowed, or a value is not finite.
 #[device]
-fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_sum: [[f32; 2]; T]) -> u32 {
+fn overflowed<const V_PAIRS: usize, const ROW_TILES: usize>(
+    out: [[[[f32; 2]; 2]; V_PAIRS]; ROW_TILES],
+    row_sum: [[f32; 2]; ROW_TILES],
+) -> u32 {
     let mut bits = 0u32;
-    for t in 0..T {
+    for t in 0..ROW_TILES {
         for n in 0..2usize {
             let mut found = 0.0;
-            for i in 0..N {
+            for i in 0..V_PAIRS {
                 for h in 0..2usize {
                     found = select(out[t][i][h][n].abs() < f32::INFINITY, found, 1.0);
                 }
@@ -605,20 +672,20 @@ fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_
 /// though probabilities are not. Empties the accumulator if so. Partial outputs of f16 cannot overflow, but
 /// are NaN for an infinite value whose probability underflows; partial outputs of codes are finite.
 #[device]
-pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
-    state: &mut Accumulator<N, T>,
+pub fn needs_second_pass<const V_FORMAT: u32, const V_PAIRS: usize, const ROW_TILES: usize>(
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
 ) -> bool {
     let mut again = false;
-    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == F16 || FORMAT == BF16) {
-        let shrunk = overflowed::<N, T>(state.out, state.row_sum);
+    if state.shrunk == 0 && (V_FORMAT == F32 || V_FORMAT == F16 || V_FORMAT == BF16) {
+        let shrunk = overflowed::<V_PAIRS, ROW_TILES>(state.out, state.row_sum);
         again = simd_any(shrunk != 0);
         if again {
-            for t in 0..T {
-                state.out[t] = [[[0.0; 2]; 2]; N];
+            for t in 0..ROW_TILES {
+                state.out[t] = [[[0.0; 2]; 2]; V_PAIRS];
                 state.row_max[t] = [f32::NEG_INFINITY; 2];
                 state.row_sum[t] = [0.0; 2];
             }
-            state.shrunk = select(FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
+            state.shrunk = select(V_FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
         }
     }
     again
