@@ -1,7 +1,7 @@
 //! Blocks of keys or values: from memory through registers to threadgroup memory, by all threads of a threadgroup.
 //!
 //! Elements of the type that is multiplied are copied, 16 bytes at a time. Other rows are decoded on the way: eight lanes share a row,
-//! each with `L` words of it, and store their pairs of coordinates in runs. [`column_coordinate`] says which coordinate of a row a
+//! each with `WORDS` words of it, and store their pairs of coordinates in runs. [`column_coordinate`] says which coordinate of a row a
 //! column of threadgroup memory holds: queries and outputs follow it.
 //!
 //! The scale of a row is not multiplied in. Scales of a block lie in threadgroup memory of their own, to join the scores and the
@@ -123,14 +123,14 @@ const fn run_columns(dim: u32, pair_words: u32) -> u32 {
 
 /// The coordinate that a column holds; those beyond the row hold zeros.
 #[device]
-pub fn column_coordinate<const FORMAT: u32, const D: usize, const P: usize>(column: u32) -> u32 {
-    let dim = D as u32;
-    if is_copied(FORMAT, dim, P as u32) || column >= padded(dim) {
+pub fn column_coordinate<const FORMAT: u32, const DIM: usize, const PAIR_WORDS: usize>(column: u32) -> u32 {
+    let dim = DIM as u32;
+    if is_copied(FORMAT, dim, PAIR_WORDS as u32) || column >= padded(dim) {
         return column;
     }
-    let size = run_columns(dim, P as u32);
+    let size = run_columns(dim, PAIR_WORDS as u32);
     let run = column / size;
-    coordinate::<FORMAT, D, 8>(run % 8, run / 8 * size + column % size)
+    coordinate::<FORMAT, DIM, 8>(run % 8, run / 8 * size + column % size)
 }
 
 /// The memory of a block.
@@ -157,55 +157,57 @@ pub struct Codes<'a> {
 
 /// A thread's words of a block, on their way from memory.
 #[device]
-pub struct BlockWords<const L: usize, const R: usize> {
-    /// Words of `R` chunks of 16 bytes, or of `R` rows that eight lanes share.
-    pub words: [[u32; L]; R],
+pub struct BlockWords<const WORDS: usize, const LOADS: usize> {
+    /// Words of `LOADS` chunks of 16 bytes, or of `LOADS` rows that eight lanes share.
+    pub words: [[u32; WORDS]; LOADS],
 }
 
 /// No words.
 #[device]
-pub fn no_words<const L: usize, const R: usize>() -> BlockWords<L, R> {
-    let none = BlockWords::<L, R> { words: [[0u32; L]; R] };
+pub fn no_words<const WORDS: usize, const LOADS: usize>() -> BlockWords<WORDS, LOADS> {
+    let none = BlockWords::<WORDS, LOADS> { words: [[0u32; WORDS]; LOADS] };
     none
 }
 
-/// A thread's words of the block of `16 U` rows from key `first` on: chunks `t`, `t + 32 S`, .. of 16 bytes, or a part of rows `t / 8`,
-/// `t / 8 + 4 S`, ..
+/// A thread's words of the block of `16 KEY_TILES` rows from key `first` on: chunks `t`, `t + 32 SIMD_GROUPS`, .. of 16 bytes, or a part of rows `t / 8`,
+/// `t / 8 + 4 SIMD_GROUPS`, ..
 #[device]
 #[inline(always)]
 pub fn fetch_block<
     const FORMAT: u32,
-    const D: usize,
-    const L: usize,
-    const R: usize,
-    const P: usize,
-    const U: usize,
-    const S: usize,
+    const DIM: usize,
+    const WORDS: usize,
+    const LOADS: usize,
+    const PAIR_WORDS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
 >(
     memory: BlockMemory,
     head: KvHead,
     first: u32,
-) -> BlockWords<L, R> {
-    let mut block = no_words::<L, R>();
-    let chunks = first_bytes(FORMAT, D as u32) / 16;
-    for i in 0..R {
-        let thread = thread_index() + (32 * S * i) as u32;
-        if is_copied(FORMAT, D as u32, P as u32) {
-            if 2 * S * R == U * chunks as usize || thread < 16 * U as u32 * chunks {
+) -> BlockWords<WORDS, LOADS> {
+    let mut block = no_words::<WORDS, LOADS>();
+    let chunks = first_bytes(FORMAT, DIM as u32) / 16;
+    for i in 0..LOADS {
+        let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
+        if is_copied(FORMAT, DIM as u32, PAIR_WORDS as u32) {
+            if 2 * SIMD_GROUPS * LOADS == KEY_TILES * chunks as usize
+                || thread < 16 * KEY_TILES as u32 * chunks
+            {
                 let offset = thread / chunks;
                 let group = key_group(memory.table, head, first + offset / 16 * 16);
-                let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
+                let row = row_of_key::<FORMAT, DIM>(memory.table, head, group, offset % 16);
                 let at = row.first + (16 * (thread % chunks)) as u64;
                 let four = words::<4>(memory.rows, at, memory.row_align);
                 for n in 0..4usize {
                     block.words[i][n] = four[n];
                 }
             }
-        } else if S * R == 4 * U || thread < (128 * U) as u32 {
+        } else if SIMD_GROUPS * LOADS == 4 * KEY_TILES || thread < (128 * KEY_TILES) as u32 {
             let offset = thread / 8;
             let group = key_group(memory.table, head, first + offset / 16 * 16);
-            let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
-            block.words[i] = fetch::<FORMAT, D, 8, L>(
+            let row = row_of_key::<FORMAT, DIM>(memory.table, head, group, offset % 16);
+            block.words[i] = fetch::<FORMAT, DIM, 8, WORDS>(
                 memory.rows,
                 row,
                 thread % 8,
@@ -218,48 +220,50 @@ pub fn fetch_block<
     block
 }
 
-/// Stores a thread's words of a block in threadgroup memory, from element `start` on. `C` columns a row.
+/// Stores a thread's words of a block in threadgroup memory, from element `start` on. `COLUMNS` columns a row.
 #[device]
 #[inline(always)]
 pub fn store_block<
     T: Element,
     const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const L: usize,
-    const R: usize,
-    const P: usize,
-    const U: usize,
-    const S: usize,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const WORDS: usize,
+    const LOADS: usize,
+    const PAIR_WORDS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
 >(
     block: &mut Shared<T>,
     start: u32,
-    from: BlockWords<L, R>,
+    from: BlockWords<WORDS, LOADS>,
     codes: Codes,
     nibbles: &Shared<u8>,
 ) {
-    let chunks = first_bytes(FORMAT, D as u32) / 16;
-    for i in 0..R {
-        let thread = thread_index() + (32 * S * i) as u32;
-        if is_copied(FORMAT, D as u32, P as u32) {
-            if 2 * S * R == U * chunks as usize || thread < 16 * U as u32 * chunks {
+    let chunks = first_bytes(FORMAT, DIM as u32) / 16;
+    for i in 0..LOADS {
+        let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
+        if is_copied(FORMAT, DIM as u32, PAIR_WORDS as u32) {
+            if 2 * SIMD_GROUPS * LOADS == KEY_TILES * chunks as usize
+                || thread < 16 * KEY_TILES as u32 * chunks
+            {
                 let mut four = [0u32; 4];
                 for n in 0..4usize {
                     four[n] = from.words[i][n];
                 }
-                let row = start + thread / chunks * (C + ROW_PADDING) as u32;
-                block.store_as::<u32, 4>(row + thread % chunks * (D as u32 / chunks), four);
+                let row = start + thread / chunks * (COLUMNS + ROW_PADDING) as u32;
+                block.store_as::<u32, 4>(row + thread % chunks * (DIM as u32 / chunks), four);
             }
-        } else if S * R == 4 * U || thread < (128 * U) as u32 {
-            let row = start + thread / 8 * (C + ROW_PADDING) as u32;
-            let decoded = pairs::<FORMAT, D, 8, L, P>(
+        } else if SIMD_GROUPS * LOADS == 4 * KEY_TILES || thread < (128 * KEY_TILES) as u32 {
+            let row = start + thread / 8 * (COLUMNS + ROW_PADDING) as u32;
+            let decoded = pairs::<FORMAT, DIM, 8, WORDS, PAIR_WORDS>(
                 from.words[i],
                 thread % 8,
                 codes.levels,
                 codes.codebooks,
                 nibbles,
             );
-            store_runs::<T, D, P>(block, row, decoded);
+            store_runs::<T, DIM, PAIR_WORDS>(block, row, decoded);
         }
     }
 }
@@ -267,42 +271,46 @@ pub fn store_block<
 /// Stores a lane's pairs of a row that starts at element `row`: every eighth run.
 #[device]
 #[inline(always)]
-fn store_runs<T: Element, const D: usize, const P: usize>(block: &mut Shared<T>, row: u32, from: [u32; P]) {
-    let size = run_columns(D as u32, P as u32);
+fn store_runs<T: Element, const DIM: usize, const PAIR_WORDS: usize>(
+    block: &mut Shared<T>,
+    row: u32,
+    from: [u32; PAIR_WORDS],
+) {
+    let size = run_columns(DIM as u32, PAIR_WORDS as u32);
     let first = row + thread_index() % 8 * size;
-    if P % 4 == 0 {
-        for i in 0..P / 4 {
+    if PAIR_WORDS % 4 == 0 {
+        for i in 0..PAIR_WORDS / 4 {
             let four = [from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]];
             block.store_as::<u32, 4>(first + 8 * i as u32 * size, four);
         }
-    } else if P % 2 == 0 {
-        for i in 0..P / 2 {
+    } else if PAIR_WORDS % 2 == 0 {
+        for i in 0..PAIR_WORDS / 2 {
             block.store_as::<u32, 2>(first + 8 * i as u32 * size, [from[2 * i], from[2 * i + 1]]);
         }
     } else {
-        for i in 0..P {
+        for i in 0..PAIR_WORDS {
             block.store_as::<u32, 1>(first + 8 * i as u32 * size, [from[i]]);
         }
     }
 }
 
-/// Fills the columns beyond a row's coordinates with zeros, in `B` blocks of `16 U` rows.
+/// Fills the columns beyond a row's coordinates with zeros, in `BLOCKS` blocks of `16 KEY_TILES` rows.
 #[device]
 fn clear_columns<
     T: Element,
-    const D: usize,
-    const C: usize,
-    const B: usize,
-    const U: usize,
-    const S: usize,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const BLOCKS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
 >(
     block: &mut Shared<T>,
 ) {
-    let first = padded(D as u32);
-    let count = C as u32 - first;
+    let first = padded(DIM as u32);
+    let count = COLUMNS as u32 - first;
     if count > 0 {
-        for at in (thread_index()..(16 * B * U) as u32 * count).step_by(32 * S) {
-            block[at / count * (C + ROW_PADDING) as u32 + first + at % count] = T::from_f32(0.0);
+        for at in (thread_index()..(16 * BLOCKS * KEY_TILES) as u32 * count).step_by(32 * SIMD_GROUPS) {
+            block[at / count * (COLUMNS + ROW_PADDING) as u32 + first + at % count] = T::from_f32(0.0);
         }
     }
 }
@@ -310,91 +318,91 @@ fn clear_columns<
 /// Fills the columns beyond the coordinates of keys and of values with zeros. Values without memory of their own have the keys' columns.
 #[device]
 pub fn clear_blocks<
-    K: Element,
-    V: Element,
-    const D: usize,
-    const DV: usize,
-    const KC: usize,
-    const VC: usize,
-    const KB: usize,
-    const U: usize,
-    const S: usize,
-    const B: usize,
+    KOperand: Element,
+    VOperand: Element,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_COLUMNS: usize,
+    const V_COLUMNS: usize,
+    const K_BLOCKS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const KV_BUFFERS: usize,
 >(
-    keys: &mut Shared<K>,
-    values: &mut Shared<V>,
+    keys: &mut Shared<KOperand>,
+    values: &mut Shared<VOperand>,
 ) {
-    clear_columns::<K, D, KC, KB, U, S>(keys);
-    if B == 2 {
-        clear_columns::<V, DV, VC, 1, U, S>(values);
+    clear_columns::<KOperand, HEAD_DIM, K_COLUMNS, K_BLOCKS, KEY_TILES, SIMD_GROUPS>(keys);
+    if KV_BUFFERS == 2 {
+        clear_columns::<VOperand, VALUE_DIM, V_COLUMNS, 1, KEY_TILES, SIMD_GROUPS>(values);
     }
 }
 
-/// Words of the scales of the `16 U` rows from key `first` on, a row a thread.
+/// Words of the scales of the `16 KEY_TILES` rows from key `first` on, a row a thread.
 #[device]
 #[inline(always)]
-pub fn fetch_scales<const FORMAT: u32, const D: usize, const U: usize>(
+pub fn fetch_scales<const FORMAT: u32, const DIM: usize, const KEY_TILES: usize>(
     memory: BlockMemory,
     head: KvHead,
     first: u32,
 ) -> [u32; 2] {
     let mut scale = [0u32; 2];
-    if is_codes(FORMAT) && thread_index() < (16 * U) as u32 {
+    if is_codes(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
         let offset = thread_index();
         let group = key_group(memory.table, head, first + offset / 16 * 16);
-        let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
-        scale = fetch_scale::<FORMAT, D>(memory.rows, row);
+        let row = row_of_key::<FORMAT, DIM>(memory.table, head, group, offset % 16);
+        scale = fetch_scale::<FORMAT, DIM>(memory.rows, row);
     }
     scale
 }
 
 /// Stores the scales of a block from element `start` on; where each half of a row has a norm, first the norms of all first halves.
 #[device]
-fn store_scales<const FORMAT: u32, const D: usize, const U: usize>(
+fn store_scales<const FORMAT: u32, const DIM: usize, const KEY_TILES: usize>(
     scales: &mut Shared<f32>,
     start: u32,
     words: [u32; 2],
 ) {
-    if is_codes(FORMAT) && thread_index() < (16 * U) as u32 {
+    if is_codes(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
         let at = start + thread_index();
-        let scale: Scale = scale_of::<FORMAT, D>(words);
-        if has_half_norms(FORMAT, D as u32) {
+        let scale: Scale = scale_of::<FORMAT, DIM>(words);
+        if has_half_norms(FORMAT, DIM as u32) {
             scales[at] = scale.whole * scale.halves[0];
-            scales[at + (16 * U) as u32] = scale.whole * scale.halves[1];
+            scales[at + (16 * KEY_TILES) as u32] = scale.whole * scale.halves[1];
         } else {
             scales[at] = scale.whole;
         }
     }
 }
 
-/// Stores the scales of a block's keys, of which there are `KS`, and behind them the scales of its values.
+/// Stores the scales of a block's keys, of which there are `K_SCALES`, and behind them the scales of its values.
 #[device]
 pub fn store_both_scales<
-    const KF: u32,
-    const D: usize,
-    const VF: u32,
-    const DV: usize,
-    const U: usize,
-    const KS: usize,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const KEY_TILES: usize,
+    const K_SCALES: usize,
 >(
     scales: &mut Shared<f32>,
     words: [[u32; 2]; 2],
 ) {
-    store_scales::<KF, D, U>(scales, 0, words[0]);
-    store_scales::<VF, DV, U>(scales, KS as u32, words[1]);
+    store_scales::<K_FORMAT, HEAD_DIM, KEY_TILES>(scales, 0, words[0]);
+    store_scales::<V_FORMAT, VALUE_DIM, KEY_TILES>(scales, K_SCALES as u32, words[1]);
 }
 
-/// The scales of rows `2 p` and `2 p + 1` from row `first` on of a block of `8 F` rows, for columns from `column` on.
+/// The scales of rows `2 p` and `2 p + 1` from row `first` on of a block of `8 SCORE_TILES` rows, for columns from `column` on.
 #[device]
 #[inline(always)]
-pub fn scale_pair<const FORMAT: u32, const D: usize, const F: usize>(
+pub fn scale_pair<const FORMAT: u32, const DIM: usize, const SCORE_TILES: usize>(
     scales: &Shared<f32>,
     first: u32,
     column: u32,
 ) -> [f32; 2] {
     let mut at = first + 2 * matrix_pair();
-    if has_half_norms(FORMAT, D as u32) && column >= 256 {
-        at += (8 * F) as u32;
+    if has_half_norms(FORMAT, DIM as u32) && column >= 256 {
+        at += (8 * SCORE_TILES) as u32;
     }
     scales.load::<2>(at)
 }

@@ -10,22 +10,22 @@ use flashtile_kernel::prelude::*;
 
 /// Queries of a SIMD group, and the terms that make scores of their products.
 #[device]
-pub struct Queries<K: Element, const N: usize, const M: usize> {
-    /// The queries, rounded to `K`.
-    pub rounded: [[[Left<K>; 2]; N]; M],
+pub struct Queries<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize> {
+    /// The queries, rounded to `KOperand`.
+    pub rounded: [[[Left<KOperand>; 2]; K_PAIRS]; ROW_TILES],
     /// Rounding residuals of the queries when keys are codes: they make scores as exact as with f32 queries.
-    pub residual: [[[Left<K>; 2]; N]; M],
+    pub residual: [[[Left<KOperand>; 2]; K_PAIRS]; ROW_TILES],
     /// Factor of the products of a row, not negative: the sign of the scale is the queries'.
-    pub scale: [[f32; 2]; M],
+    pub scale: [[f32; 2]; ROW_TILES],
     /// Bias added to the scaled products of a row.
-    pub bias: [[f32; 2]; M],
+    pub bias: [[f32; 2]; ROW_TILES],
 }
 
 /// Returns true if queries are multiplied as they are in memory.
 #[device]
 #[inline]
-fn is_direct<const FORMAT: u32, const D: usize, const P: usize>(centered: bool) -> bool {
-    is_copied(FORMAT, D as u32, P as u32) && !centered
+fn is_direct<const K_FORMAT: u32, const HEAD_DIM: usize, const K_PAIR_WORDS: usize>(centered: bool) -> bool {
+    is_copied(K_FORMAT, HEAD_DIM as u32, K_PAIR_WORDS as u32) && !centered
 }
 
 /// The first element of a query row.
@@ -38,12 +38,14 @@ fn query_start(tile: RowTile, params: &Attend, row: u32) -> u64 {
 
 /// No queries: products with them are 0.
 #[device]
-fn no_queries<K: Element, const N: usize, const M: usize>(scale: f32) -> Queries<K, N, M> {
-    let none = Queries::<K, N, M> {
-        rounded: [[[left_from::<K>(0.0, 0.0); 2]; N]; M],
-        residual: [[[left_from::<K>(0.0, 0.0); 2]; N]; M],
-        scale: [[scale; 2]; M],
-        bias: [[0.0; 2]; M],
+fn no_queries<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize>(
+    scale: f32,
+) -> Queries<KOperand, K_PAIRS, ROW_TILES> {
+    let none = Queries::<KOperand, K_PAIRS, ROW_TILES> {
+        rounded: [[[left_from::<KOperand>(0.0, 0.0); 2]; K_PAIRS]; ROW_TILES],
+        residual: [[[left_from::<KOperand>(0.0, 0.0); 2]; K_PAIRS]; ROW_TILES],
+        scale: [[scale; 2]; ROW_TILES],
+        bias: [[0.0; 2]; ROW_TILES],
     };
     none
 }
@@ -51,32 +53,32 @@ fn no_queries<K: Element, const N: usize, const M: usize>(scale: f32) -> Queries
 /// Queries as they are in memory; rows beyond the last are zeros.
 #[device]
 fn direct_queries<
-    Q: Element,
-    K: Element,
-    const D: usize,
-    const C: usize,
-    const N: usize,
-    const M: usize,
-    const W: usize,
+    QElement: Element,
+    KOperand: Element,
+    const HEAD_DIM: usize,
+    const K_COLUMNS: usize,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
 >(
-    q: &Buffer<Q>,
+    q: &Buffer<QElement>,
     tile: RowTile,
     params: &Attend,
-) -> Queries<K, N, M> {
-    let mut queries = no_queries::<K, N, M>(params.scale.abs());
+) -> Queries<KOperand, K_PAIRS, ROW_TILES> {
+    let mut queries = no_queries::<KOperand, K_PAIRS, ROW_TILES>(params.scale.abs());
     let sign = select(params.scale < 0.0, -1.0, 1.0);
-    let first = first_column::<C, W>() + 2 * matrix_pair();
-    for m in 0..M {
+    let first = first_column::<K_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
                 let start = query_start(tile, params, row);
-                for i in 0..N {
+                for i in 0..K_PAIRS {
                     let c = first + 8 * i as u32;
-                    if C == D || c < D as u32 {
+                    if K_COLUMNS == HEAD_DIM || c < HEAD_DIM as u32 {
                         let x = q[start + c as u64].to_f32() * sign;
                         let y = q[start + c as u64 + 1].to_f32() * sign;
-                        queries.rounded[m][i][h] = left_from::<K>(x, y);
+                        queries.rounded[m][i][h] = left_from::<KOperand>(x, y);
                     }
                 }
             }
@@ -87,8 +89,8 @@ fn direct_queries<
 
 /// A lane's coordinates of a query row, every 32nd; zeros beyond the last row.
 #[device]
-fn fetch_query<Q: Element, const D: usize>(
-    q: &Buffer<Q>,
+fn fetch_query<QElement: Element, const HEAD_DIM: usize>(
+    q: &Buffer<QElement>,
     tile: RowTile,
     params: &Attend,
     row: u32,
@@ -96,9 +98,9 @@ fn fetch_query<Q: Element, const D: usize>(
     let mut query = [0.0; 16];
     if row < tile.rows {
         let start = query_start(tile, params, row);
-        for i in 0..(D + 31) / 32 {
+        for i in 0..(HEAD_DIM + 31) / 32 {
             let c = 32 * i as u32 + simd_lane();
-            if c < D as u32 {
+            if c < HEAD_DIM as u32 {
                 query[i] = q[start + c as u64].to_f32();
             }
         }
@@ -108,103 +110,116 @@ fn fetch_query<Q: Element, const D: usize>(
 
 /// The first number of the row that SIMD group `part` of the team prepares, or rotates back.
 #[device]
-pub fn staged_start<const W: usize, const SR: usize, const LEN: usize>(part: u32) -> u32 {
-    (SR as u32 * team_index::<W>() + part) * LEN as u32
+pub fn staged_start<const TEAM_SIMDS: usize, const STAGED_ROWS: usize, const STAGED_LEN: usize>(
+    part: u32,
+) -> u32 {
+    (STAGED_ROWS as u32 * team_index::<TEAM_SIMDS>() + part) * STAGED_LEN as u32
 }
 
 /// Takes the lane's columns of a row that is staged from element `from` on.
 #[device]
 #[inline(always)]
 fn take_query<
-    K: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const N: usize,
-    const M: usize,
-    const W: usize,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_COLUMNS: usize,
+    const K_PAIR_WORDS: usize,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
 >(
-    queries: &mut Queries<K, N, M>,
+    queries: &mut Queries<KOperand, K_PAIRS, ROW_TILES>,
     staged: &Shared<f32>,
     from: u32,
     m: usize,
     h: usize,
 ) {
-    let first = first_column::<C, W>() + 2 * matrix_pair();
-    for i in 0..N {
+    let first = first_column::<K_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for i in 0..K_PAIRS {
         let mut pair = [0.0; 2];
         for n in 0..2usize {
-            let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
-            if c < D as u32 {
+            let c = column_coordinate::<K_FORMAT, HEAD_DIM, K_PAIR_WORDS>(first + (8 * i + n) as u32);
+            if c < HEAD_DIM as u32 {
                 pair[n] = staged[from + c];
             }
         }
-        queries.rounded[m][i][h] = left_from::<K>(pair[0], pair[1]);
-        if is_codes(FORMAT) {
-            let x = pair[0] - K::from_f32(pair[0]).to_f32();
-            let y = pair[1] - K::from_f32(pair[1]).to_f32();
-            queries.residual[m][i][h] = left_from::<K>(x, y);
+        queries.rounded[m][i][h] = left_from::<KOperand>(pair[0], pair[1]);
+        if is_codes(K_FORMAT) {
+            let x = pair[0] - KOperand::from_f32(pair[0]).to_f32();
+            let y = pair[1] - KOperand::from_f32(pair[1]).to_f32();
+            queries.residual[m][i][h] = left_from::<KOperand>(x, y);
         }
     }
 }
 
-/// Queries that are rotated and scaled as their keys ask for. The first `SR` SIMD groups of a team prepare a row each at a time, in
-/// threadgroup memory: `staged` has `LEN` numbers for each of them, of which the last two are the factor and the bias of the row.
+/// Queries that are rotated and scaled as their keys ask for. The first `STAGED_ROWS` SIMD groups of a team prepare a row each at a time, in
+/// threadgroup memory: `staged` has `STAGED_LEN` numbers for each of them, of which the last two are the factor and the bias of the row.
 #[device]
 fn prepared_queries<
-    Q: Element,
-    K: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const ORDER: u32,
-    const N: usize,
-    const M: usize,
-    const W: usize,
-    const SR: usize,
-    const LEN: usize,
+    QElement: Element,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_COLUMNS: usize,
+    const K_PAIR_WORDS: usize,
+    const K_ORDER: u32,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
+    const STAGED_ROWS: usize,
+    const STAGED_LEN: usize,
 >(
-    q: &Buffer<Q>,
+    q: &Buffer<QElement>,
     tile: RowTile,
     params: &Attend,
     memory: QueryMemory,
     staged: &mut Shared<f32>,
-) -> Queries<K, N, M> {
-    let mut queries = no_queries::<K, N, M>(0.0);
+) -> Queries<KOperand, K_PAIRS, ROW_TILES> {
+    let mut queries = no_queries::<KOperand, K_PAIRS, ROW_TILES>(0.0);
     let sign = select(params.scale < 0.0, -1.0, 1.0);
-    let start = staged_start::<W, SR, LEN>(part_index::<W>());
-    let own_row = tile.first + (16 * M) as u32 * team_index::<W>() + part_index::<W>();
-    let mut next = fetch_query::<Q, D>(q, tile, params, own_row);
-    for m in 0..M {
+    let start = staged_start::<TEAM_SIMDS, STAGED_ROWS, STAGED_LEN>(part_index::<TEAM_SIMDS>());
+    let own_row =
+        tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + part_index::<TEAM_SIMDS>();
+    let mut next = fetch_query::<QElement, HEAD_DIM>(q, tile, params, own_row);
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
             // To compilers the number of turns is unknown: unrolled, the preparation would be most of the kernel.
             let mut turn = 0u32;
-            while turn < 8 / SR as u32 {
-                if SR == W || part_index::<W>() < SR as u32 {
-                    for i in 0..(D + 31) / 32 {
+            while turn < 8 / STAGED_ROWS as u32 {
+                if STAGED_ROWS == TEAM_SIMDS || part_index::<TEAM_SIMDS>() < STAGED_ROWS as u32 {
+                    for i in 0..(HEAD_DIM + 31) / 32 {
                         let c = 32 * i as u32 + simd_lane();
-                        if c < D as u32 {
+                        if c < HEAD_DIM as u32 {
                             staged[start + c] = next[i] * sign;
                         }
                     }
                     simd_barrier();
-                    let following = (16 * m + 8 * h) as u32 + SR as u32 * (turn + 1);
-                    next = fetch_query::<Q, D>(q, tile, params, own_row + following);
-                    let query = prepare_query::<FORMAT, D, ORDER>(staged, start, memory, tile.kv_head);
+                    let following = (16 * m + 8 * h) as u32 + STAGED_ROWS as u32 * (turn + 1);
+                    next = fetch_query::<QElement, HEAD_DIM>(q, tile, params, own_row + following);
+                    let query =
+                        prepare_query::<K_FORMAT, HEAD_DIM, K_ORDER>(staged, start, memory, tile.kv_head);
                     if simd_lane() == 0 {
-                        staged[start + LEN as u32 - 2] = query.unit * params.scale.abs();
-                        staged[start + LEN as u32 - 1] = query.bias * params.scale.abs();
+                        staged[start + STAGED_LEN as u32 - 2] = query.unit * params.scale.abs();
+                        staged[start + STAGED_LEN as u32 - 1] = query.bias * params.scale.abs();
                     }
                 }
                 barrier();
-                for part in 0..SR as u32 {
-                    if matrix_row() == SR as u32 * turn + part {
-                        let from = staged_start::<W, SR, LEN>(part);
-                        take_query::<K, FORMAT, D, C, P, N, M, W>(&mut queries, staged, from, m, h);
-                        queries.scale[m][h] = staged[from + LEN as u32 - 2];
-                        queries.bias[m][h] = staged[from + LEN as u32 - 1];
+                for part in 0..STAGED_ROWS as u32 {
+                    if matrix_row() == STAGED_ROWS as u32 * turn + part {
+                        let from = staged_start::<TEAM_SIMDS, STAGED_ROWS, STAGED_LEN>(part);
+                        take_query::<
+                            KOperand,
+                            K_FORMAT,
+                            HEAD_DIM,
+                            K_COLUMNS,
+                            K_PAIR_WORDS,
+                            K_PAIRS,
+                            ROW_TILES,
+                            TEAM_SIMDS,
+                        >(&mut queries, staged, from, m, h);
+                        queries.scale[m][h] = staged[from + STAGED_LEN as u32 - 2];
+                        queries.bias[m][h] = staged[from + STAGED_LEN as u32 - 1];
                     }
                 }
                 barrier();
@@ -218,27 +233,42 @@ fn prepared_queries<
 /// The queries of a SIMD group: as they are where keys are, otherwise prepared in threadgroup memory.
 #[device]
 pub fn queries_of<
-    Q: Element,
-    K: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const ORDER: u32,
-    const N: usize,
-    const M: usize,
-    const W: usize,
-    const SR: usize,
-    const LEN: usize,
+    QElement: Element,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_COLUMNS: usize,
+    const K_PAIR_WORDS: usize,
+    const K_ORDER: u32,
+    const K_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
+    const STAGED_ROWS: usize,
+    const STAGED_LEN: usize,
 >(
-    q: &Buffer<Q>,
+    q: &Buffer<QElement>,
     tile: RowTile,
     params: &Attend,
     memory: QueryMemory,
     staged: &mut Shared<f32>,
-) -> Queries<K, N, M> {
-    if is_direct::<FORMAT, D, P>(memory.centered) {
-        return direct_queries::<Q, K, D, C, N, M, W>(q, tile, params);
+) -> Queries<KOperand, K_PAIRS, ROW_TILES> {
+    if is_direct::<K_FORMAT, HEAD_DIM, K_PAIR_WORDS>(memory.centered) {
+        return direct_queries::<QElement, KOperand, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS>(
+            q, tile, params,
+        );
     }
-    prepared_queries::<Q, K, FORMAT, D, C, P, ORDER, N, M, W, SR, LEN>(q, tile, params, memory, staged)
+    prepared_queries::<
+        QElement,
+        KOperand,
+        K_FORMAT,
+        HEAD_DIM,
+        K_COLUMNS,
+        K_PAIR_WORDS,
+        K_ORDER,
+        K_PAIRS,
+        ROW_TILES,
+        TEAM_SIMDS,
+        STAGED_ROWS,
+        STAGED_LEN,
+    >(q, tile, params, memory, staged)
 }

@@ -11,34 +11,34 @@ use flashtile_kernel::prelude::*;
 /// 0, and of a key whose probability underflows not infinite. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
 fn add_nonfinite<
-    V: Element,
-    const C: usize,
-    const N: usize,
-    const M: usize,
-    const F: usize,
-    const W: usize,
+    VOperand: Element,
+    const V_COLUMNS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const TEAM_SIMDS: usize,
 >(
-    state: &mut Accumulator<N, M>,
-    probs: [[[[f32; 2]; 2]; F]; M],
-    values: &Shared<V>,
-    block: ScoredBlock<M>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    probs: [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES],
+    values: &Shared<VOperand>,
+    block: ScoredBlock<ROW_TILES>,
     params: &Attend,
 ) {
     let copied = probs;
-    let first = first_column::<C, W>();
+    let first = first_column::<V_COLUMNS, TEAM_SIMDS>();
     let scoring = Scoring { has: block.pass.has, partial: true, tree: block.pass.all.tree };
-    let end = (block.pass.all.high as u32).min(block.step.first + (8 * F) as u32);
+    let end = (block.pass.all.high as u32).min(block.step.first + (8 * SCORE_TILES) as u32);
     for offset in 0..end.saturating_sub(block.step.first) {
         let lane = matrix_lane(matrix_row(), offset % 8 / 2);
         let key = (block.step.first + offset) as i32;
-        let start = offset * (C + ROW_PADDING) as u32 + first + 2 * matrix_pair();
-        for m in 0..M {
+        let start = offset * (V_COLUMNS + ROW_PADDING) as u32 + first + 2 * matrix_pair();
+        for m in 0..ROW_TILES {
             for h in 0..2usize {
                 let pair = copied[m][(offset / 8) as usize][h];
                 let p = simd_shuffle(select(offset % 2 == 0, pair[0], pair[1]), lane);
                 let score = masked(0.0, key, block.pass.rows[m][h], block.memory, params, scoring);
                 let seen = score != f32::NEG_INFINITY;
-                for i in 0..N {
+                for i in 0..V_PAIRS {
                     for n in 0..2usize {
                         let x = values[start + (8 * i + n) as u32].to_f32();
                         let adds = seen && !x.is_finite();
@@ -53,63 +53,69 @@ fn add_nonfinite<
 /// Adds `p v` of the values of a block that are not finite, and replaces them by zeros. By all threads of the threadgroup.
 #[device]
 fn take_nonfinite<
-    V: Element,
-    const C: usize,
-    const N: usize,
-    const M: usize,
-    const F: usize,
-    const S: usize,
-    const W: usize,
+    VOperand: Element,
+    const V_COLUMNS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
 >(
-    state: &mut Accumulator<N, M>,
-    values: &mut Shared<V>,
-    probs: [[[[f32; 2]; 2]; F]; M],
-    block: ScoredBlock<M>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    values: &mut Shared<VOperand>,
+    probs: [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES],
+    block: ScoredBlock<ROW_TILES>,
     params: &Attend,
 ) {
-    add_nonfinite::<V, C, N, M, F, W>(state, probs, values, block, params);
+    add_nonfinite::<VOperand, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(
+        state, probs, values, block, params,
+    );
     barrier();
-    for at in (thread_index()..(8 * F * C) as u32).step_by(32 * S) {
-        let element = at / C as u32 * (C + ROW_PADDING) as u32 + at % C as u32;
+    for at in (thread_index()..(8 * SCORE_TILES * V_COLUMNS) as u32).step_by(32 * SIMD_GROUPS) {
+        let element = at / V_COLUMNS as u32 * (V_COLUMNS + ROW_PADDING) as u32 + at % V_COLUMNS as u32;
         if !values[element].to_f32().is_finite() {
-            values[element] = V::from_f32(0.0);
+            values[element] = VOperand::from_f32(0.0);
         }
     }
     barrier();
 }
 
-/// Adds `p v` of a block to the outputs: of values in memory of their own (`B` is 2), or in that of the keys, which the next block may
+/// Adds `p v` of a block to the outputs: of values in memory of their own (`KV_BUFFERS` is 2), or in that of the keys, which the next block may
 /// take when all threads are done.
 #[device]
 #[inline(always)]
 pub fn add_values<
-    K: Element,
-    V: Element,
-    const C: usize,
-    const N: usize,
-    const M: usize,
-    const F: usize,
-    const S: usize,
-    const W: usize,
-    const B: usize,
+    KOperand: Element,
+    VOperand: Element,
+    const V_COLUMNS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
+    const KV_BUFFERS: usize,
 >(
-    state: &mut Accumulator<N, M>,
-    keys: &mut Shared<K>,
-    values: &mut Shared<V>,
-    probs: [[[[f32; 2]; 2]; F]; M],
-    block: ScoredBlock<M>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
+    keys: &mut Shared<KOperand>,
+    values: &mut Shared<VOperand>,
+    probs: [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES],
+    block: ScoredBlock<ROW_TILES>,
     params: &Attend,
 ) {
-    if B == 1 {
+    if KV_BUFFERS == 1 {
         if block.has_nonfinite {
-            take_nonfinite::<K, C, N, M, F, S, W>(state, keys, probs, block, params);
+            take_nonfinite::<KOperand, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, SIMD_GROUPS, TEAM_SIMDS>(
+                state, keys, probs, block, params,
+            );
         }
-        pv_block::<K, C, N, M, F, W>(state, probs, keys);
+        pv_block::<KOperand, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(state, probs, keys);
         barrier();
     } else {
         if block.has_nonfinite {
-            take_nonfinite::<V, C, N, M, F, S, W>(state, values, probs, block, params);
+            take_nonfinite::<VOperand, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, SIMD_GROUPS, TEAM_SIMDS>(
+                state, values, probs, block, params,
+            );
         }
-        pv_block::<V, C, N, M, F, W>(state, probs, values);
+        pv_block::<VOperand, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(state, probs, values);
     }
 }

@@ -16,15 +16,15 @@ use flashtile_kernel::prelude::*;
 /// Bits `2 m + h` of a lane's rows whose outputs are infinite or NaN while their `row_sum` is finite: they overflowed, or a value is
 /// not finite.
 #[device]
-fn overflowed_rows<const N: usize, const M: usize>(
-    out: [[[[f32; 2]; 2]; N]; M],
-    row_sum: [[f32; 2]; M],
+fn overflowed_rows<const V_PAIRS: usize, const ROW_TILES: usize>(
+    out: [[[[f32; 2]; 2]; V_PAIRS]; ROW_TILES],
+    row_sum: [[f32; 2]; ROW_TILES],
 ) -> u32 {
     let mut bits = 0u32;
-    for m in 0..M {
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
             let mut found = 0.0;
-            for i in 0..N {
+            for i in 0..V_PAIRS {
                 for n in 0..2usize {
                     found = select(out[m][i][h][n].abs() < f32::INFINITY, found, 1.0);
                 }
@@ -43,34 +43,34 @@ fn overflowed_rows<const N: usize, const M: usize>(
 /// team agree on the rows: `flags` has a word for each thread, from the second on.
 #[device]
 pub fn starts_second_pass<
-    const FORMAT: u32,
-    const N: usize,
-    const M: usize,
-    const S: usize,
-    const W: usize,
+    const V_FORMAT: u32,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
 >(
-    state: &mut Accumulator<N, M>,
+    state: &mut Accumulator<V_PAIRS, ROW_TILES>,
     flags: &mut Shared<u32>,
 ) -> bool {
     let mut again = false;
-    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == F16 || FORMAT == BF16) {
-        flags[1 + thread_index()] = overflowed_rows::<N, M>(state.out, state.row_sum);
+    if state.shrunk == 0 && (V_FORMAT == F32 || V_FORMAT == F16 || V_FORMAT == BF16) {
+        flags[1 + thread_index()] = overflowed_rows::<V_PAIRS, ROW_TILES>(state.out, state.row_sum);
         barrier();
         let mut shrunk = 0u32;
         let mut any = 0u32;
-        for simd in 0..S as u32 {
+        for simd in 0..SIMD_GROUPS as u32 {
             let rows = flags[1 + 32 * simd + simd_lane()];
             any |= rows;
-            shrunk |= select(simd / W as u32 == team_index::<W>(), rows, 0u32);
+            shrunk |= select(simd / TEAM_SIMDS as u32 == team_index::<TEAM_SIMDS>(), rows, 0u32);
         }
         again = simd_any(any != 0);
         if again {
-            for m in 0..M {
-                state.out[m] = [[[0.0; 2]; 2]; N];
+            for m in 0..ROW_TILES {
+                state.out[m] = [[[0.0; 2]; 2]; V_PAIRS];
                 state.row_max[m] = [f32::NEG_INFINITY; 2];
                 state.row_sum[m] = [0.0; 2];
             }
-            state.shrunk = select(FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
+            state.shrunk = select(V_FORMAT == F16, 0u32, shrunk) | SECOND_PASS;
         }
     }
     again
@@ -78,16 +78,16 @@ pub fn starts_second_pass<
 
 /// The sinks of a lane's rows in units of the score; `-inf` where there are none.
 #[device]
-pub fn sinks_of<const M: usize, const W: usize>(
+pub fn sinks_of<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
     tile: RowTile,
     sinks: &Buffer<f32>,
     params: &Attend,
     has_sinks: bool,
-) -> [[f32; 2]; M] {
-    let mut all = [[f32::NEG_INFINITY; 2]; M];
-    for m in 0..M {
+) -> [[f32; 2]; ROW_TILES] {
+    let mut all = [[f32::NEG_INFINITY; 2]; ROW_TILES];
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if has_sinks && row < tile.rows {
                 all[m][h] = sinks[head_of(tile, params, row)];
             }
@@ -98,8 +98,8 @@ pub fn sinks_of<const M: usize, const W: usize>(
 
 /// The softmax of row `[m][h]` over all keys that it sees, sink included.
 #[device]
-fn merged_row<const N: usize, const M: usize>(
-    state: Accumulator<N, M>,
+fn merged_row<const V_PAIRS: usize, const ROW_TILES: usize>(
+    state: Accumulator<V_PAIRS, ROW_TILES>,
     m: usize,
     h: usize,
     shift: f32,
@@ -124,16 +124,16 @@ fn merged_row<const N: usize, const M: usize>(
 
 /// The softmax of all rows of a lane.
 #[device]
-pub fn merged_rows<const N: usize, const M: usize>(
-    state: Accumulator<N, M>,
-    pass: PrefillPass<M>,
-    sinks: [[f32; 2]; M],
-) -> [[Merged; 2]; M] {
+pub fn merged_rows<const V_PAIRS: usize, const ROW_TILES: usize>(
+    state: Accumulator<V_PAIRS, ROW_TILES>,
+    pass: PrefillPass<ROW_TILES>,
+    sinks: [[f32; 2]; ROW_TILES],
+) -> [[Merged; 2]; ROW_TILES] {
     let none = Merged { row_max: 0.0, keys_row_max: 0.0, row_sum: 0.0, sink: 0.0, shift: 0.0 };
-    let mut rows = [[none; 2]; M];
-    for m in 0..M {
+    let mut rows = [[none; 2]; ROW_TILES];
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            rows[m][h] = merged_row::<N, M>(state, m, h, pass.rows[m][h].shift, sinks[m][h]);
+            rows[m][h] = merged_row::<V_PAIRS, ROW_TILES>(state, m, h, pass.rows[m][h].shift, sinks[m][h]);
         }
     }
     rows
@@ -186,32 +186,35 @@ fn out_start(output: OutputRows, row: u32) -> u64 {
 /// Writes the outputs of a lane's rows where values are not rotated.
 #[device]
 fn store_out<
-    Q: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const N: usize,
-    const M: usize,
-    const W: usize,
+    QElement: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
 >(
-    state: Accumulator<N, M>,
-    rows: [[Merged; 2]; M],
+    state: Accumulator<V_PAIRS, ROW_TILES>,
+    rows: [[Merged; 2]; ROW_TILES],
     output: OutputRows,
-    out: &mut Buffer<Q>,
+    out: &mut Buffer<QElement>,
 ) {
-    let first = first_column::<C, W>() + 2 * matrix_pair();
-    for m in 0..M {
+    let first = first_column::<V_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(output.tile, m, h);
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(output.tile, m, h);
             if row < output.tile.rows {
                 let start = out_start(output, row);
                 let factor = normalizer(rows[m][h]);
-                for i in 0..N {
+                for i in 0..V_PAIRS {
                     for n in 0..2usize {
-                        let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
-                        if C == D || c < D as u32 {
-                            out[start + c as u64] = element_of::<Q>(mean_of(state.out[m][i][h][n], factor));
+                        let c = column_coordinate::<V_FORMAT, VALUE_DIM, V_PAIR_WORDS>(
+                            first + (8 * i + n) as u32,
+                        );
+                        if V_COLUMNS == VALUE_DIM || c < VALUE_DIM as u32 {
+                            out[start + c as u64] =
+                                element_of::<QElement>(mean_of(state.out[m][i][h][n], factor));
                         }
                     }
                 }
@@ -224,75 +227,82 @@ fn store_out<
 #[device]
 #[inline(always)]
 fn stage_out<
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const N: usize,
-    const W: usize,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_PAIRS: usize,
+    const TEAM_SIMDS: usize,
 >(
-    out: [[[f32; 2]; 2]; N],
+    out: [[[f32; 2]; 2]; V_PAIRS],
     h: usize,
     factor: f32,
     to: u32,
     staged: &mut Shared<f32>,
 ) {
-    let first = first_column::<C, W>() + 2 * matrix_pair();
-    for i in 0..N {
+    let first = first_column::<V_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for i in 0..V_PAIRS {
         for n in 0..2usize {
-            let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
-            if c < D as u32 {
+            let c = column_coordinate::<V_FORMAT, VALUE_DIM, V_PAIR_WORDS>(first + (8 * i + n) as u32);
+            if c < VALUE_DIM as u32 {
                 staged[to + c] = mean_of(out[i][h][n], factor);
             }
         }
     }
 }
 
-/// Writes the outputs of rows whose values are rotated. The first `SR` SIMD groups of a team rotate a row each back at a time, in
-/// threadgroup memory: `staged` has a row of `LEN` numbers for each of them.
+/// Writes the outputs of rows whose values are rotated. The first `STAGED_ROWS` SIMD groups of a team rotate a row each back at a time, in
+/// threadgroup memory: `staged` has a row of `STAGED_LEN` numbers for each of them.
 #[device]
 fn store_unrotated<
-    Q: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const ORDER: u32,
-    const N: usize,
-    const M: usize,
-    const W: usize,
-    const SR: usize,
-    const LEN: usize,
+    QElement: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_ORDER: u32,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
+    const STAGED_ROWS: usize,
+    const STAGED_LEN: usize,
 >(
-    state: Accumulator<N, M>,
-    rows: [[Merged; 2]; M],
+    state: Accumulator<V_PAIRS, ROW_TILES>,
+    rows: [[Merged; 2]; ROW_TILES],
     output: OutputRows,
     factors: &Buffer<f32>,
     staged: &mut Shared<f32>,
-    out: &mut Buffer<Q>,
+    out: &mut Buffer<QElement>,
 ) {
-    let start = staged_start::<W, SR, LEN>(part_index::<W>());
-    let own_row = output.tile.first + (16 * M) as u32 * team_index::<W>() + part_index::<W>();
-    for m in 0..M {
+    let start = staged_start::<TEAM_SIMDS, STAGED_ROWS, STAGED_LEN>(part_index::<TEAM_SIMDS>());
+    let own_row =
+        output.tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + part_index::<TEAM_SIMDS>();
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
             let factor = normalizer(rows[m][h]);
             // To compilers the number of turns is unknown: unrolled, rotating back would be most of the kernel.
             let mut turn = 0u32;
-            while turn < 8 / SR as u32 {
-                for part in 0..SR as u32 {
-                    if matrix_row() == SR as u32 * turn + part {
-                        let to = staged_start::<W, SR, LEN>(part);
-                        stage_out::<FORMAT, D, C, P, N, W>(state.out[m], h, factor, to, staged);
+            while turn < 8 / STAGED_ROWS as u32 {
+                for part in 0..STAGED_ROWS as u32 {
+                    if matrix_row() == STAGED_ROWS as u32 * turn + part {
+                        let to = staged_start::<TEAM_SIMDS, STAGED_ROWS, STAGED_LEN>(part);
+                        stage_out::<V_FORMAT, VALUE_DIM, V_COLUMNS, V_PAIR_WORDS, V_PAIRS, TEAM_SIMDS>(
+                            state.out[m],
+                            h,
+                            factor,
+                            to,
+                            staged,
+                        );
                     }
                 }
                 barrier();
-                if SR == W || part_index::<W>() < SR as u32 {
-                    unrotate::<D, ORDER>(staged, start, factors);
-                    let row = own_row + (16 * m + 8 * h) as u32 + SR as u32 * turn;
+                if STAGED_ROWS == TEAM_SIMDS || part_index::<TEAM_SIMDS>() < STAGED_ROWS as u32 {
+                    unrotate::<VALUE_DIM, V_ORDER>(staged, start, factors);
+                    let row = own_row + (16 * m + 8 * h) as u32 + STAGED_ROWS as u32 * turn;
                     if row < output.tile.rows {
                         let at = out_start(output, row);
-                        for c in (simd_lane()..D as u32).step_by(32) {
-                            out[at + c as u64] = element_of::<Q>(staged[start + c]);
+                        for c in (simd_lane()..VALUE_DIM as u32).step_by(32) {
+                            out[at + c as u64] = element_of::<QElement>(staged[start + c]);
                         }
                     }
                 }
@@ -306,47 +316,59 @@ fn store_unrotated<
 /// Writes the outputs of a lane's rows.
 #[device]
 pub fn store_rows<
-    Q: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const ORDER: u32,
-    const N: usize,
-    const M: usize,
-    const W: usize,
-    const SR: usize,
-    const LEN: usize,
+    QElement: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_ORDER: u32,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
+    const STAGED_ROWS: usize,
+    const STAGED_LEN: usize,
 >(
-    state: Accumulator<N, M>,
-    rows: [[Merged; 2]; M],
+    state: Accumulator<V_PAIRS, ROW_TILES>,
+    rows: [[Merged; 2]; ROW_TILES],
     output: OutputRows,
     factors: &Buffer<f32>,
     staged: &mut Shared<f32>,
-    out: &mut Buffer<Q>,
+    out: &mut Buffer<QElement>,
 ) {
-    if ORDER > 0 {
-        store_unrotated::<Q, FORMAT, D, C, P, ORDER, N, M, W, SR, LEN>(
-            state, rows, output, factors, staged, out,
-        );
+    if V_ORDER > 0 {
+        store_unrotated::<
+            QElement,
+            V_FORMAT,
+            VALUE_DIM,
+            V_COLUMNS,
+            V_PAIR_WORDS,
+            V_ORDER,
+            V_PAIRS,
+            ROW_TILES,
+            TEAM_SIMDS,
+            STAGED_ROWS,
+            STAGED_LEN,
+        >(state, rows, output, factors, staged, out);
     } else {
-        store_out::<Q, FORMAT, D, C, P, N, M, W>(state, rows, output, out);
+        store_out::<QElement, V_FORMAT, VALUE_DIM, V_COLUMNS, V_PAIR_WORDS, V_PAIRS, ROW_TILES, TEAM_SIMDS>(
+            state, rows, output, out,
+        );
     }
 }
 
 /// Writes the logsumexp of a lane's rows.
 #[device]
-pub fn store_lse<const M: usize, const W: usize>(
-    rows: [[Merged; 2]; M],
-    sinks: [[f32; 2]; M],
+pub fn store_lse<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
+    rows: [[Merged; 2]; ROW_TILES],
+    sinks: [[f32; 2]; ROW_TILES],
     tile: RowTile,
     params: &Attend,
     lse: &mut Buffer<f32>,
 ) {
-    for m in 0..M {
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
-            if row < tile.rows && matrix_pair() == 0 && part_index::<W>() == 0 {
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
+            if row < tile.rows && matrix_pair() == 0 && part_index::<TEAM_SIMDS>() == 0 {
                 let head = tile.sequence.batch * params.q_heads + head_of(tile, params, row);
                 let at = head * params.queries + tile.sequence.q_start + row / params.group;
                 lse[at] = lse_of(rows[m][h], sinks[m][h]);
@@ -357,20 +379,20 @@ pub fn store_lse<const M: usize, const W: usize>(
 
 /// Stores the pair `(row_max, row_sum)` of each of a lane's rows for its split and, where there are shifts, those behind all pairs.
 #[device]
-pub fn store_max_sum<const N: usize, const M: usize, const W: usize>(
-    state: Accumulator<N, M>,
-    pass: PrefillPass<M>,
+pub fn store_max_sum<const V_PAIRS: usize, const ROW_TILES: usize, const TEAM_SIMDS: usize>(
+    state: Accumulator<V_PAIRS, ROW_TILES>,
+    pass: PrefillPass<ROW_TILES>,
     tile: RowTile,
     params: &Attend,
     has_shift: bool,
     partial_max_sum: &mut Buffer<f32>,
 ) {
     let results = params.batches * params.queries * params.q_heads * groups_y();
-    for m in 0..M {
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
-            let pair = merged_row::<N, M>(state, m, h, 0.0, f32::NEG_INFINITY);
-            if row < tile.rows && matrix_pair() == 0 && part_index::<W>() == 0 {
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
+            let pair = merged_row::<V_PAIRS, ROW_TILES>(state, m, h, 0.0, f32::NEG_INFINITY);
+            if row < tile.rows && matrix_pair() == 0 && part_index::<TEAM_SIMDS>() == 0 {
                 let result = result_of(tile, params, row);
                 let partial = result * groups_y() + group_y();
                 partial_max_sum[2 * partial] = pair.row_max;
@@ -386,30 +408,32 @@ pub fn store_max_sum<const N: usize, const M: usize, const W: usize>(
 /// Stores the partial outputs of a lane's rows for its split.
 #[device]
 pub fn store_partial_out<
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const P: usize,
-    const N: usize,
-    const M: usize,
-    const W: usize,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_PAIR_WORDS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
 >(
-    state: Accumulator<N, M>,
+    state: Accumulator<V_PAIRS, ROW_TILES>,
     tile: RowTile,
     params: &Attend,
     partial_out: &mut Buffer<f32>,
 ) {
-    let first = first_column::<C, W>() + 2 * matrix_pair();
-    for m in 0..M {
+    let first = first_column::<V_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
                 let partial = result_of(tile, params, row) * groups_y() + group_y();
-                let start = partial as u64 * D as u64;
-                for i in 0..N {
+                let start = partial as u64 * VALUE_DIM as u64;
+                for i in 0..V_PAIRS {
                     for n in 0..2usize {
-                        let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
-                        if C == D || c < D as u32 {
+                        let c = column_coordinate::<V_FORMAT, VALUE_DIM, V_PAIR_WORDS>(
+                            first + (8 * i + n) as u32,
+                        );
+                        if V_COLUMNS == VALUE_DIM || c < VALUE_DIM as u32 {
                             partial_out[start + c as u64] = state.out[m][i][h][n];
                         }
                     }

@@ -11,20 +11,20 @@ use flashtile_kernel::prelude::*;
 
 /// The team of a SIMD group.
 #[device]
-pub fn team_index<const W: usize>() -> u32 {
-    simd_index() / W as u32
+pub fn team_index<const TEAM_SIMDS: usize>() -> u32 {
+    simd_index() / TEAM_SIMDS as u32
 }
 
-/// The first of the columns that a SIMD group has of a block of `C` columns.
+/// The first of the columns that a SIMD group has of a block of `COLUMNS` columns.
 #[device]
-pub fn first_column<const C: usize, const W: usize>() -> u32 {
-    (C / W) as u32 * part_index::<W>()
+pub fn first_column<const COLUMNS: usize, const TEAM_SIMDS: usize>() -> u32 {
+    (COLUMNS / TEAM_SIMDS) as u32 * part_index::<TEAM_SIMDS>()
 }
 
 /// The part of the columns that a SIMD group has.
 #[device]
-pub fn part_index<const W: usize>() -> u32 {
-    simd_index() % W as u32
+pub fn part_index<const TEAM_SIMDS: usize>() -> u32 {
+    simd_index() % TEAM_SIMDS as u32
 }
 
 /// The tile of this threadgroup, of `size` rows. The tiles of the last rows come first: where keys are masked causally they
@@ -62,21 +62,21 @@ fn keys_of_rows(tile: RowTile, first: u32, end: u32, params: &Attend, has: Featu
     keys
 }
 
-/// Row `16 m + 8 h + r` of a team with `16 M` rows.
+/// Row `16 m + 8 h + r` of a team with `16 ROW_TILES` rows.
 #[device]
-pub fn lane_row<const M: usize, const W: usize>(tile: RowTile, m: usize, h: usize) -> u32 {
-    tile.first + (16 * M) as u32 * team_index::<W>() + (16 * m + 8 * h) as u32 + matrix_row()
+pub fn lane_row<const ROW_TILES: usize, const TEAM_SIMDS: usize>(tile: RowTile, m: usize, h: usize) -> u32 {
+    tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + (16 * m + 8 * h) as u32 + matrix_row()
 }
 
 /// Which keys a threadgroup attends to, and how.
 #[device]
-pub struct PrefillPass<const M: usize> {
+pub struct PrefillPass<const ROW_TILES: usize> {
     /// Keys of the head.
     pub k: KvHead,
     /// Values of the head.
     pub v: KvHead,
     /// Bounds of the lane's rows.
-    pub rows: [[RowBound; 2]; M],
+    pub rows: [[RowBound; 2]; ROW_TILES],
     /// Keys that the rows of the team see.
     pub own: KeyRange,
     /// Keys that the rows of the threadgroup see.
@@ -109,44 +109,46 @@ fn split_keys(keys: KeyRange, size: u32) -> SplitKeys {
     split
 }
 
-/// The pass of a threadgroup of `S` SIMD groups, over blocks of `16 U` keys.
+/// The pass of a threadgroup of `SIMD_GROUPS` SIMD groups, over blocks of `16 KEY_TILES` keys.
 #[device]
 pub fn prefill_pass<
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const M: usize,
-    const U: usize,
-    const S: usize,
-    const W: usize,
-    const C: usize,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const ROW_TILES: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
+    const TABLE_COPIES: usize,
 >(
     tile: RowTile,
     slopes: &Buffer<f32>,
     params: &Attend,
     has: Features,
     paging: u32,
-) -> PrefillPass<M> {
-    let mut rows = [[unseeing_row(); 2]; M];
-    for m in 0..M {
+) -> PrefillPass<ROW_TILES> {
+    let mut rows = [[unseeing_row(); 2]; ROW_TILES];
+    for m in 0..ROW_TILES {
         for h in 0..2usize {
-            let row = lane_row::<M, W>(tile, m, h);
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
                 rows[m][h] = row_bound(tile, row, slopes, params, has);
             }
         }
     }
-    let first = tile.first + (16 * M) as u32 * team_index::<W>();
-    let own = keys_of_rows(tile, first, (first + (16 * M) as u32).min(tile.rows), params, has);
-    let end = (tile.first + (16 * M * S / W) as u32).min(tile.rows);
+    let first = tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>();
+    let own = keys_of_rows(tile, first, (first + (16 * ROW_TILES) as u32).min(tile.rows), params, has);
+    let end = (tile.first + (16 * ROW_TILES * SIMD_GROUPS / TEAM_SIMDS) as u32).min(tile.rows);
     let all = keys_of_rows(tile, tile.first, end, params, has);
-    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: C as u32 };
-    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: C as u32 };
-    let keys = split_keys(all, (16 * U) as u32);
-    let pass = PrefillPass::<M> {
-        k: kv_head::<KF, D>(tile, params, params.k, k_levels, all, paging),
-        v: kv_head::<VF, DV>(tile, params, params.v, v_levels, all, paging),
+    let k_levels =
+        Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: TABLE_COPIES as u32 };
+    let v_levels =
+        Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: TABLE_COPIES as u32 };
+    let keys = split_keys(all, (16 * KEY_TILES) as u32);
+    let pass = PrefillPass::<ROW_TILES> {
+        k: kv_head::<K_FORMAT, HEAD_DIM>(tile, params, params.k, k_levels, all, paging),
+        v: kv_head::<V_FORMAT, VALUE_DIM>(tile, params, params.v, v_levels, all, paging),
         rows,
         own,
         all,
@@ -174,10 +176,13 @@ pub struct BlockStep {
 
 /// The block from key `first` on.
 #[device]
-pub fn step_of<const M: usize, const U: usize>(pass: PrefillPass<M>, first: u32) -> BlockStep {
+pub fn step_of<const ROW_TILES: usize, const KEY_TILES: usize>(
+    pass: PrefillPass<ROW_TILES>,
+    first: u32,
+) -> BlockStep {
     let low = first as i32;
-    let high = low + 16 * U as i32;
-    let end = first + (16 * U) as u32;
+    let high = low + 16 * KEY_TILES as i32;
+    let end = first + (16 * KEY_TILES) as u32;
     let step = BlockStep {
         first,
         end,
@@ -190,9 +195,9 @@ pub fn step_of<const M: usize, const U: usize>(pass: PrefillPass<M>, first: u32)
 
 /// A block whose products become probabilities.
 #[device]
-pub struct ScoredBlock<'a, const M: usize> {
+pub struct ScoredBlock<'a, const ROW_TILES: usize> {
     /// The pass.
-    pub pass: PrefillPass<M>,
+    pub pass: PrefillPass<ROW_TILES>,
     /// The block.
     pub step: BlockStep,
     /// Masks and ALiBi slopes.

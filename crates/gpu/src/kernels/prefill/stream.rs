@@ -11,9 +11,9 @@ use flashtile_kernel::prelude::*;
 
 /// A block of keys, on its way from memory, with the scales of its values.
 #[device]
-pub struct NextBlock<const L: usize, const R: usize> {
+pub struct NextBlock<const K_WORDS: usize, const K_LOADS: usize> {
     /// Words of the keys.
-    pub keys: BlockWords<L, R>,
+    pub keys: BlockWords<K_WORDS, K_LOADS>,
     /// Words of the scales of keys and of values.
     pub scales: [[u32; 2]; 2],
 }
@@ -22,33 +22,38 @@ pub struct NextBlock<const L: usize, const R: usize> {
 #[device]
 #[inline(always)]
 pub fn fetch_next<
-    const KF: u32,
-    const VF: u32,
-    const D: usize,
-    const DV: usize,
-    const L: usize,
-    const R: usize,
-    const P: usize,
-    const U: usize,
-    const S: usize,
-    const M: usize,
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const K_WORDS: usize,
+    const K_LOADS: usize,
+    const K_PAIR_WORDS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const ROW_TILES: usize,
 >(
     k: BlockMemory,
     v: BlockMemory,
-    pass: PrefillPass<M>,
+    pass: PrefillPass<ROW_TILES>,
     first: u32,
-) -> NextBlock<L, R> {
-    let next = NextBlock::<L, R> {
-        keys: fetch_block::<KF, D, L, R, P, U, S>(k, pass.k, first),
-        scales: [fetch_scales::<KF, D, U>(k, pass.k, first), fetch_scales::<VF, DV, U>(v, pass.v, first)],
+) -> NextBlock<K_WORDS, K_LOADS> {
+    let next = NextBlock::<K_WORDS, K_LOADS> {
+        keys: fetch_block::<K_FORMAT, HEAD_DIM, K_WORDS, K_LOADS, K_PAIR_WORDS, KEY_TILES, SIMD_GROUPS>(
+            k, pass.k, first,
+        ),
+        scales: [
+            fetch_scales::<K_FORMAT, HEAD_DIM, KEY_TILES>(k, pass.k, first),
+            fetch_scales::<V_FORMAT, VALUE_DIM, KEY_TILES>(v, pass.v, first),
+        ],
     };
     next
 }
 
 /// No block.
 #[device]
-pub fn no_block<const L: usize, const R: usize>() -> NextBlock<L, R> {
-    let none = NextBlock::<L, R> { keys: no_words::<L, R>(), scales: [[0u32; 2]; 2] };
+pub fn no_block<const K_WORDS: usize, const K_LOADS: usize>() -> NextBlock<K_WORDS, K_LOADS> {
+    let none = NextBlock::<K_WORDS, K_LOADS> { keys: no_words::<K_WORDS, K_LOADS>(), scales: [[0u32; 2]; 2] };
     none
 }
 
@@ -56,35 +61,55 @@ pub fn no_block<const L: usize, const R: usize>() -> NextBlock<L, R> {
 #[device]
 #[inline(always)]
 pub fn store_keys<
-    K: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const L: usize,
-    const R: usize,
-    const P: usize,
-    const U: usize,
-    const S: usize,
+    KOperand: Element,
+    const K_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const K_COLUMNS: usize,
+    const K_WORDS: usize,
+    const K_LOADS: usize,
+    const K_PAIR_WORDS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
 >(
-    keys: &mut Shared<K>,
-    from: NextBlock<L, R>,
+    keys: &mut Shared<KOperand>,
+    from: NextBlock<K_WORDS, K_LOADS>,
     codes: Codes,
     nibbles: &Shared<u8>,
 ) {
-    store_block::<K, FORMAT, D, C, L, R, P, U, S>(keys, 0, from.keys, codes, nibbles);
-    if is_mlx(FORMAT) {
+    store_block::<
+        KOperand,
+        K_FORMAT,
+        HEAD_DIM,
+        K_COLUMNS,
+        K_WORDS,
+        K_LOADS,
+        K_PAIR_WORDS,
+        KEY_TILES,
+        SIMD_GROUPS,
+    >(keys, 0, from.keys, codes, nibbles);
+    if is_mlx(K_FORMAT) {
         let mut rest = codes;
         rest.levels.codebook += 256;
-        let start = (16 * U * (C + ROW_PADDING)) as u32;
-        store_block::<K, FORMAT, D, C, L, R, P, U, S>(keys, start, from.keys, rest, nibbles);
+        let start = (16 * KEY_TILES * (K_COLUMNS + ROW_PADDING)) as u32;
+        store_block::<
+            KOperand,
+            K_FORMAT,
+            HEAD_DIM,
+            K_COLUMNS,
+            K_WORDS,
+            K_LOADS,
+            K_PAIR_WORDS,
+            KEY_TILES,
+            SIMD_GROUPS,
+        >(keys, start, from.keys, rest, nibbles);
     }
 }
 
 /// A block of values that has arrived from memory.
 #[device]
-pub struct ValueBlock<'a, const L: usize, const R: usize> {
+pub struct ValueBlock<'a, const V_WORDS: usize, const V_LOADS: usize> {
     /// Words of the values.
-    pub words: BlockWords<L, R>,
+    pub words: BlockWords<V_WORDS, V_LOADS>,
     /// How they become values.
     pub codes: Codes<'a>,
     /// True if values that are not finite are flagged.
@@ -96,51 +121,77 @@ pub struct ValueBlock<'a, const L: usize, const R: usize> {
 #[device]
 #[inline(always)]
 pub fn store_values<
-    K: Element,
-    V: Element,
-    const FORMAT: u32,
-    const D: usize,
-    const C: usize,
-    const L: usize,
-    const R: usize,
-    const P: usize,
-    const U: usize,
-    const S: usize,
-    const W: usize,
-    const B: usize,
+    KOperand: Element,
+    VOperand: Element,
+    const V_FORMAT: u32,
+    const VALUE_DIM: usize,
+    const V_COLUMNS: usize,
+    const V_WORDS: usize,
+    const V_LOADS: usize,
+    const V_PAIR_WORDS: usize,
+    const KEY_TILES: usize,
+    const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
+    const KV_BUFFERS: usize,
 >(
-    keys: &mut Shared<K>,
-    values: &mut Shared<V>,
-    from: ValueBlock<L, R>,
+    keys: &mut Shared<KOperand>,
+    values: &mut Shared<VOperand>,
+    from: ValueBlock<V_WORDS, V_LOADS>,
     nibbles: &Shared<u8>,
     flags: &mut Shared<u32>,
 ) {
-    if B == 1 {
+    if KV_BUFFERS == 1 {
         // Products of teams are exchanged, with a barrier, after the last key was read.
-        if W == 1 {
+        if TEAM_SIMDS == 1 {
             barrier();
         }
-        store_block::<K, FORMAT, D, C, L, R, P, U, S>(keys, 0, from.words, from.codes, nibbles);
+        store_block::<
+            KOperand,
+            V_FORMAT,
+            VALUE_DIM,
+            V_COLUMNS,
+            V_WORDS,
+            V_LOADS,
+            V_PAIR_WORDS,
+            KEY_TILES,
+            SIMD_GROUPS,
+        >(keys, 0, from.words, from.codes, nibbles);
     } else {
-        store_block::<V, FORMAT, D, C, L, R, P, U, S>(values, 0, from.words, from.codes, nibbles);
+        store_block::<
+            VOperand,
+            V_FORMAT,
+            VALUE_DIM,
+            V_COLUMNS,
+            V_WORDS,
+            V_LOADS,
+            V_PAIR_WORDS,
+            KEY_TILES,
+            SIMD_GROUPS,
+        >(values, 0, from.words, from.codes, nibbles);
     }
     if from.finds_nonfinite {
-        flag_nonfinite::<FORMAT, D, L, R>(flags, from.words);
+        flag_nonfinite::<V_FORMAT, VALUE_DIM, V_WORDS, V_LOADS>(flags, from.words);
     }
 }
 
 /// Fills the table of `tq4`, where keys or values are decoded by it. By all threads of the threadgroup.
 #[device]
-pub fn fill_table<const KF: u32, const VF: u32, const D: usize, const DV: usize, const S: usize>(
+pub fn fill_table<
+    const K_FORMAT: u32,
+    const V_FORMAT: u32,
+    const HEAD_DIM: usize,
+    const VALUE_DIM: usize,
+    const SIMD_GROUPS: usize,
+>(
     k: Codes,
     v: Codes,
     nibbles: &mut Shared<u8>,
 ) {
-    if uses_nibbles(KF, D as u32, 8) {
-        fill_nibbles::<S>(k.levels, nibbles);
+    if uses_nibbles(K_FORMAT, HEAD_DIM as u32, 8) {
+        fill_nibbles::<SIMD_GROUPS>(k.levels, nibbles);
         barrier();
-    } else if uses_nibbles(VF, DV as u32, 8) {
-        fill_nibbles::<S>(v.levels, nibbles);
+    } else if uses_nibbles(V_FORMAT, VALUE_DIM as u32, 8) {
+        fill_nibbles::<SIMD_GROUPS>(v.levels, nibbles);
         barrier();
     }
 }
@@ -156,13 +207,13 @@ pub fn clear_first(flags: &mut Shared<u32>) {
 /// Sets the first of the flags to 1 where some of a thread's words of values have a NaN or an infinity.
 #[device]
 #[inline(always)]
-fn flag_nonfinite<const FORMAT: u32, const D: usize, const L: usize, const R: usize>(
+fn flag_nonfinite<const V_FORMAT: u32, const VALUE_DIM: usize, const V_WORDS: usize, const V_LOADS: usize>(
     flags: &mut Shared<u32>,
-    block: BlockWords<L, R>,
+    block: BlockWords<V_WORDS, V_LOADS>,
 ) {
     let mut found = false;
-    for i in 0..R {
-        found = found || has_nonfinite::<FORMAT, D, 8, L>(block.words[i]);
+    for i in 0..V_LOADS {
+        found = found || has_nonfinite::<V_FORMAT, VALUE_DIM, 8, V_WORDS>(block.words[i]);
     }
     if found {
         atomic_or(flags, 0u32, 1);
