@@ -73,12 +73,12 @@ pub fn copy_rows(copies: &Buffer<u32>, params: &PageBytes, pages: &mut Buffer<u8
 
 /// The factor of coordinate `c` of a row: its scale, or, of mlx-native, the norm of its 256 coordinates.
 #[device]
-fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c: u32) -> f32 {
+fn factor_of<const FORMAT: u32, const DIM: usize>(pages: &Buffer<u8>, row: Row, c: u32) -> f32 {
     if is_mlx(FORMAT) {
         let norm = pages.load_as::<f32, 1>(row.scale + 4 * (c / 256) as u64);
-        return norm[0] * code_unit(FORMAT, D as u32);
+        return norm[0] * code_unit(FORMAT, DIM as u32);
     }
-    let scale = scale_of::<FORMAT, D>(fetch_scale::<FORMAT, D>(pages, row));
+    let scale = scale_of::<FORMAT, DIM>(fetch_scale::<FORMAT, DIM>(pages, row));
     scale.whole
 }
 
@@ -88,14 +88,14 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
 /// mlx-native.
 #[kernel(
     threads = 128,
-    derive(ORDER: u32 = hadamard_order(FORMAT, D)),
+    derive(ORDER: u32 = hadamard_order(FORMAT, DIM)),
     exact,
-    requires(is_codes(FORMAT) && D > 0 && D <= 512, "rows of codes, of at most 512 elements"),
+    requires(is_codes(FORMAT) && DIM > 0 && DIM <= 512, "rows of codes, of at most 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(levels.len() >= 16, "magnitudes of 16 words"),
-    requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
+    requires(!centered || means.len() >= params.heads as usize * DIM, "a mean for each head"),
+    requires(ORDER == 0 || factors.len() >= DIM + block_count(ORDER, DIM), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,
@@ -103,7 +103,7 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
         tolerance = 0.005,
     ),
 )]
-pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
+pub fn read_codes<T: Element, const FORMAT: u32, const DIM: usize>(
     pages: &Buffer<u8>,
     means: &Buffer<f32>,
     factors: &Buffer<f32>,
@@ -115,30 +115,30 @@ pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     x: &mut Buffer<T>,
     #[constant] centered: bool,
 ) {
-    let mut held: Shared<f32> = shared(4 * D);
+    let mut held: Shared<f32> = shared(4 * DIM);
     let mut magnitudes = [0u32; 16];
     for n in 0..16usize {
         magnitudes[n] = levels[n];
     }
     let known = Levels { magnitudes, codebook: 0, copies: 0 };
-    let start = simd_index() * D as u32;
+    let start = simd_index() * DIM as u32;
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
     for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
         let row = row_of(table, params, run, n);
-        let place = codes_at::<FORMAT, D>(params, row);
-        for c in (simd_lane()..D as u32).step_by(32) {
-            let level = gather::<FORMAT, D>(pages, place, c, known, codebooks);
-            held[start + c] = level * factor_of::<FORMAT, D>(pages, place, c);
+        let place = codes_at::<FORMAT, DIM>(params, row);
+        for c in (simd_lane()..DIM as u32).step_by(32) {
+            let level = gather::<FORMAT, DIM>(pages, place, c, known, codebooks);
+            held[start + c] = level * factor_of::<FORMAT, DIM>(pages, place, c);
         }
         simd_barrier();
         if ORDER > 0 {
-            unrotate::<D, ORDER>(&mut held, start, factors);
+            unrotate::<DIM, ORDER>(&mut held, start, factors);
         }
-        for c in (simd_lane()..D as u32).step_by(32) {
+        for c in (simd_lane()..DIM as u32).step_by(32) {
             let mut number = held[start + c];
             if centered {
-                number += means[row.head * D as u32 + c];
+                number += means[row.head * DIM as u32 + c];
             }
             x[row.element + c as u64] = T::from_f32(number);
         }

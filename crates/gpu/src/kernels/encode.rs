@@ -108,9 +108,9 @@ fn energy_of(row: &Shared<f32>, start: u32, count: u32) -> f32 {
 
 /// The greatest magnitude of numbers that are finite.
 #[device]
-fn greatest<const D: usize>(row: &Shared<f32>, start: u32) -> f32 {
+fn greatest<const DIM: usize>(row: &Shared<f32>, start: u32) -> f32 {
     let mut most = 0u32;
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let bits = row[start + c].to_bits() & 0x7fff_ffff;
         most = most.max(bits);
     }
@@ -119,12 +119,12 @@ fn greatest<const D: usize>(row: &Shared<f32>, start: u32) -> f32 {
 
 /// Makes whole numbers of a row, of which the greatest magnitude is ONE, and returns the sum of their squares.
 #[device]
-fn fix<const D: usize>(row: &mut Shared<f32>, start: u32, most: f32) -> u64 {
+fn fix<const DIM: usize>(row: &mut Shared<f32>, start: u32, most: f32) -> u64 {
     let factor = ONE / most;
     // 32-bit sums of the squares' bits above and below 2^16.
     let mut high = 0u32;
     let mut low = 0u32;
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let x = (row[start + c] * factor).round_ties_even();
         row[start + c] = x;
         let square = x.abs() as u32 * x.abs() as u32;
@@ -145,10 +145,10 @@ struct Sums {
 
 /// Codes of 8 bits of a row of whole numbers.
 #[device]
-fn integers<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> Sums {
+fn integers<const DIM: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> Sums {
     let mut products = 0u32;
     let mut squares = 0u32;
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let x = row[start + c];
         let code = (x * TO_INTEGER).round_ties_even();
         let size = code.abs() as u32;
@@ -179,7 +179,7 @@ fn sum_all(numbers: [u32; 8]) -> u32 {
 /// of the energy. `known` has the numbers of [`encode()`]; `levels` the levels alone, as 256 bytes are two words a bank, so
 /// that few lanes wait for each other.
 #[device]
-fn search<const FORMAT: u32, const D: usize>(
+fn search<const FORMAT: u32, const DIM: usize>(
     row: &Shared<f32>,
     start: u32,
     energy: u64,
@@ -195,14 +195,14 @@ fn search<const FORMAT: u32, const D: usize>(
         let step = known[word] as u64 | (known[word + 1] as u64) << 32u32;
         at = stepped(energy, step, at);
     }
-    let factor = factor_of::<FORMAT, D>(at, trial);
+    let factor = factor_of::<FORMAT, DIM>(at, trial);
     let mut factors = [0u32; 8];
     for t in 0..8usize {
         factors[t] = simd_shuffle(factor, t as u32);
     }
     let mut products = [0u32; 8];
     let mut squares = [0u32; 8];
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let x = row[start + c].abs() as u32;
         for t in 0..8usize {
             let level = levels[half_levels(x, factors[t])] as u32;
@@ -222,7 +222,7 @@ fn search<const FORMAT: u32, const D: usize>(
 
     let chosen = simd_shuffle(factor, best);
     let sign = 1u32 << (FORMAT.max(TQ2) - TQ2 + 1);
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let x = row[start + c];
         let index = known[half_levels(x.abs() as u32, chosen)] >> 8u32;
         codes[start + c] = (index | select(x < 0.0, sign, 0)) as u8;
@@ -234,11 +234,11 @@ fn search<const FORMAT: u32, const D: usize>(
 
 /// e4m3 codes of a row; returns the bits of its scale.
 #[device]
-fn floats<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> u32 {
-    let scale = f16x2_from(greatest::<D>(row, start) * TO_E4M3, 0.0);
+fn floats<const DIM: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> u32 {
+    let scale = f16x2_from(greatest::<DIM>(row, start) * TO_E4M3, 0.0);
     let number = pair_f16(scale);
     let inverse = 256.0 / number[0];
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let mut code = 0u32;
         if scale != 0 {
             code = e4m3_of(row[start + c] * inverse);
@@ -251,19 +251,19 @@ fn floats<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>)
 /// Codes of the format of mlx-native; returns the bits of the norms of its halves, or of the whole row. `edges` are
 /// bits of f32, ascending.
 #[device]
-fn normalised<const FORMAT: u32, const D: usize>(
+fn normalised<const FORMAT: u32, const DIM: usize>(
     row: &Shared<f32>,
     start: u32,
     edges: &Shared<u32>,
     codes: &mut Shared<u8>,
 ) -> [u32; 2] {
     let mut norms = [0u32; 2];
-    for block in 0..D.div_ceil(256) {
+    for block in 0..DIM.div_ceil(256) {
         let first = start + 256 * block as u32;
         let energy = energy_of(row, first, 256);
-        let mean = select(D == 512, energy / 256.0, energy);
+        let mean = select(DIM == 512, energy / 256.0, energy);
         let norm = mean.sqrt();
-        let factor = select(norm > MIN_NORM, 1.0 / norm * select(D == 512, 1.0, 16.0), 0.0);
+        let factor = select(norm > MIN_NORM, 1.0 / norm * select(DIM == 512, 1.0, 16.0), 0.0);
         for c in (simd_lane()..256).step_by(32) {
             let z = row[first + c] * factor;
             // How many edges are below.
@@ -284,10 +284,10 @@ fn normalised<const FORMAT: u32, const D: usize>(
 
 /// Byte `index` of a plane of `bits` of each code from bit `from` on.
 #[device]
-fn packed<const D: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32, from: u32) -> u32 {
+fn packed<const DIM: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32, from: u32) -> u32 {
     let block = index / (16 * bits);
     let within = index % (16 * bits);
-    let size = (D as u32 - 128 * block).min(128);
+    let size = (DIM as u32 - 128 * block).min(128);
     let bytes = (size * bits).div_ceil(8);
     let mut byte = 0u32;
     for part in 0..8 / bits {
@@ -302,7 +302,7 @@ fn packed<const D: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32,
 
 /// Writes codes and scale of a row.
 #[device]
-fn store<const FORMAT: u32, const D: usize>(
+fn store<const FORMAT: u32, const DIM: usize>(
     pages: &mut Buffer<u8>,
     row: Row,
     codes: &Shared<u8>,
@@ -310,9 +310,9 @@ fn store<const FORMAT: u32, const D: usize>(
     scale: [u32; 2],
 ) {
     let bits = plane_bits(FORMAT, 0);
-    for at in (simd_lane()..first_bytes(FORMAT, D as u32)).step_by(32) {
+    for at in (simd_lane()..first_bytes(FORMAT, DIM as u32)).step_by(32) {
         let byte: u32 = if in_planes(FORMAT) {
-            packed::<D>(codes, start, at, bits, 0)
+            packed::<DIM>(codes, start, at, bits, 0)
         } else if FORMAT == MLX4 {
             codes[start + 2 * at] as u32 | (codes[start + 2 * at + 1] as u32) << 4u32
         } else {
@@ -320,11 +320,11 @@ fn store<const FORMAT: u32, const D: usize>(
         };
         pages[row.first + at as u64] = byte as u8;
     }
-    for at in (simd_lane()..second_bytes(FORMAT, D as u32)).step_by(32) {
-        pages[row.second + at as u64] = packed::<D>(codes, start, at, plane_bits(FORMAT, 1), bits) as u8;
+    for at in (simd_lane()..second_bytes(FORMAT, DIM as u32)).step_by(32) {
+        pages[row.second + at as u64] = packed::<DIM>(codes, start, at, plane_bits(FORMAT, 1), bits) as u8;
     }
     let lane = simd_lane();
-    if lane < scale_bytes(FORMAT, D as u32) {
+    if lane < scale_bytes(FORMAT, DIM as u32) {
         let word = select(lane < 4, scale[0], scale[1]);
         pages[row.scale + lane as u64] = (word >> (8 * (lane % 4)) & 255) as u8;
     }
@@ -332,14 +332,14 @@ fn store<const FORMAT: u32, const D: usize>(
 
 /// Fills a row with bytes 0xFF: its scale is a NaN. By `lanes` lanes.
 #[device]
-fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row, lane: u32, lanes: u32) {
-    for at in (lane..first_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
+fn poison<const FORMAT: u32, const DIM: usize>(pages: &mut Buffer<u8>, row: Row, lane: u32, lanes: u32) {
+    for at in (lane..first_bytes(FORMAT, DIM as u32)).step_by(lanes as usize) {
         pages[row.first + at as u64] = 255u32 as u8;
     }
-    for at in (lane..second_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
+    for at in (lane..second_bytes(FORMAT, DIM as u32)).step_by(lanes as usize) {
         pages[row.second + at as u64] = 255u32 as u8;
     }
-    if lane < scale_bytes(FORMAT, D as u32) {
+    if lane < scale_bytes(FORMAT, DIM as u32) {
         pages[row.scale + lane as u64] = 255u32 as u8;
     }
 }
@@ -353,7 +353,7 @@ fn step_of(numbers: &Buffer<u32>, n: u32) -> u64 {
 
 /// Codes of a row of `int8` or `tq`; returns the bits of its scale, which is 0 for a row of zeros.
 #[device]
-fn scaled<const FORMAT: u32, const SCHEME: u32, const D: usize>(
+fn scaled<const FORMAT: u32, const SCHEME: u32, const DIM: usize>(
     row: &mut Shared<f32>,
     start: u32,
     known: &Shared<u32>,
@@ -361,25 +361,25 @@ fn scaled<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     codes: &mut Shared<u8>,
     unbiased: bool,
 ) -> u32 {
-    let most = greatest::<D>(row, start);
+    let most = greatest::<DIM>(row, start);
     if most < MIN_MAGNITUDE {
-        for c in (simd_lane()..D as u32).step_by(32) {
+        for c in (simd_lane()..DIM as u32).step_by(32) {
             codes[start + c] = 0u32 as u8;
         }
         return 0;
     }
-    let energy = fix::<D>(row, start, most);
+    let energy = fix::<DIM>(row, start, most);
     let sums: Sums = if SCHEME == INTEGERS {
-        integers::<D>(row, start, codes)
+        integers::<DIM>(row, start, codes)
     } else {
-        search::<FORMAT, D>(row, start, energy, known, levels, codes)
+        search::<FORMAT, DIM>(row, start, energy, known, levels, codes)
     };
     scale_of(energy, sums.products, sums.squares, most, unbiased)
 }
 
 /// Codes of a row; returns the bits of its scale, or of the norms of its halves.
 #[device]
-fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
+fn quantized<const FORMAT: u32, const SCHEME: u32, const DIM: usize>(
     row: &mut Shared<f32>,
     start: u32,
     known: &Shared<u32>,
@@ -388,12 +388,12 @@ fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     unbiased: bool,
 ) -> [u32; 2] {
     if SCHEME == CODEBOOK {
-        return normalised::<FORMAT, D>(row, start, known, codes);
+        return normalised::<FORMAT, DIM>(row, start, known, codes);
     }
     let scale: u32 = if SCHEME == FLOATS {
-        floats::<D>(row, start, codes)
+        floats::<DIM>(row, start, codes)
     } else {
-        scaled::<FORMAT, SCHEME, D>(row, start, known, levels, codes, unbiased)
+        scaled::<FORMAT, SCHEME, DIM>(row, start, known, levels, codes, unbiased)
     };
     [scale, 0]
 }
@@ -442,17 +442,17 @@ struct Elements<'a, T: Element> {
 
 /// Loads a row. Returns true if the lane's own elements are finite.
 #[device]
-fn load_row<T: Element, const D: usize>(
+fn load_row<T: Element, const DIM: usize>(
     elements: Elements<T>,
     from: RunRow,
     row: &mut Shared<f32>,
     start: u32,
 ) -> bool {
     let mut finite = true;
-    for c in (simd_lane()..D as u32).step_by(32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
         let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
-            number -= elements.means[from.head * D as u32 + c];
+            number -= elements.means[from.head * DIM as u32 + c];
         }
         row[start + c] = number;
         finite = finite && number.is_finite();
@@ -462,14 +462,17 @@ fn load_row<T: Element, const D: usize>(
 
 /// The lane's elements of a row: see [`octet`](super::octet).
 #[device]
-fn load_octet<T: Element, const N: usize>(elements: Elements<T>, from: RunRow) -> [f32; N] {
+fn load_octet<T: Element, const LANE_COORDINATES: usize>(
+    elements: Elements<T>,
+    from: RunRow,
+) -> [f32; LANE_COORDINATES] {
     let lane = simd_lane() % 8;
-    let mut x = [0.0; N];
-    for k in 0..N {
+    let mut x = [0.0; LANE_COORDINATES];
+    for k in 0..LANE_COORDINATES {
         let c = 8 * k as u32 + lane;
         let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
-            number -= elements.means[from.head * (8 * N) as u32 + c];
+            number -= elements.means[from.head * (8 * LANE_COORDINATES) as u32 + c];
         }
         x[k] = number;
     }
@@ -483,13 +486,13 @@ pub const fn held_numbers(format: u32, dim: usize) -> usize {
 
 /// Fills the tables of `tq` and the edges of mlx-native.
 #[device]
-fn fill_tables<const FORMAT: u32, const D: usize>(
+fn fill_tables<const FORMAT: u32, const DIM: usize>(
     numbers: &Buffer<u32>,
     known: &mut Shared<u32>,
     levels: &mut Shared<u8>,
     indices: &mut Shared<u8>,
 ) {
-    if in_octets(FORMAT, D as u32) {
+    if in_octets(FORMAT, DIM as u32) {
         for at in (thread_index()..ENTRIES).step_by(128) {
             let number = numbers[half_levels_of(at)];
             levels[at] = (number & 255) as u8;
@@ -516,8 +519,8 @@ fn refuse(status: &mut Buffer<u32>, params: &Rows, run: Run, row: RunRow, finite
 
 /// Where a row of codes is stored.
 #[device]
-pub fn codes_at<const FORMAT: u32, const D: usize>(params: &Rows, row: RunRow) -> Row {
-    row_at::<FORMAT, D>(source_at::<FORMAT, D>(row.page, 0, 0, params.page), 0, row.in_page)
+pub fn codes_at<const FORMAT: u32, const DIM: usize>(params: &Rows, row: RunRow) -> Row {
+    row_at::<FORMAT, DIM>(source_at::<FORMAT, DIM>(row.page, 0, 0, params.page), 0, row.in_page)
 }
 
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
@@ -534,21 +537,21 @@ pub fn codes_at<const FORMAT: u32, const D: usize>(params: &Rows, row: RunRow) -
 #[kernel(
     threads = 128,
     derive(
-        ORDER: u32 = hadamard_order(FORMAT, D),
+        ORDER: u32 = hadamard_order(FORMAT, DIM),
         SCHEME: u32 = scheme_of(FORMAT),
-        HELD: usize = held_numbers(FORMAT, D),
-        N: usize = octet_coordinates(FORMAT, D),
-        Q: usize = N / 4,
+        HELD: usize = held_numbers(FORMAT, DIM),
+        LANE_COORDINATES: usize = octet_coordinates(FORMAT, DIM),
+        LANE_WORDS: usize = LANE_COORDINATES / 4,
     ),
-    resident = encode_resident(FORMAT, D),
+    resident = encode_resident(FORMAT, DIM),
     exact,
-    requires(is_codes(FORMAT) && D > 0 && D <= 512, "rows of codes, of at most 512 elements"),
-    requires(!is_mlx(FORMAT) || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
+    requires(is_codes(FORMAT) && DIM > 0 && DIM <= 512, "rows of codes, of at most 512 elements"),
+    requires(!is_mlx(FORMAT) || DIM == 256 || DIM == 512, "rows of mlx-native are of 256 or 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(numbers.len() >= 320 && !status.is_empty(), "320 numbers and a status"),
-    requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
+    requires(!centered || means.len() >= params.heads as usize * DIM, "a mean for each head"),
+    requires(ORDER == 0 || factors.len() >= DIM + block_count(ORDER, DIM), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,
@@ -556,7 +559,7 @@ pub fn codes_at<const FORMAT: u32, const D: usize>(params: &Rows, row: RunRow) -
         tolerance = 0.0,
     ),
 )]
-pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
+pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
     x: &Buffer<T>,
     means: &Buffer<f32>,
     factors: &Buffer<f32>,
@@ -574,13 +577,13 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     let mut known: Shared<u32> = shared(320);
     let mut levels: Shared<u8> = shared(256);
     let mut indices: Shared<u8> = shared(256);
-    fill_tables::<FORMAT, D>(numbers, &mut known, &mut levels, &mut indices);
+    fill_tables::<FORMAT, DIM>(numbers, &mut known, &mut levels, &mut indices);
     barrier();
     let elements = Elements::<T> { x, means, centered };
     let run = run_of(runs, group_y());
     let rows = run.rows * params.heads;
-    if in_octets(FORMAT, D as u32) {
-        let rotation = octet_rotation::<ORDER, N>(factors);
+    if in_octets(FORMAT, DIM as u32) {
+        let rotation = octet_rotation::<ORDER, LANE_COORDINATES>(factors);
         // Of these dimensions no trial has more than one.
         let f64_step = step_of(numbers, 0);
         let step = 16 * groups_x();
@@ -588,42 +591,44 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
         for first in (16 * group_x()..rows).step_by(step as usize) {
             let n = first + thread_index() / 8;
             let row = row_of(table, params, run, n.min(rows - 1));
-            let mut x = load_octet::<T, N>(elements, row);
-            let place = codes_at::<FORMAT, D>(params, row);
-            let fit = fit_octet::<N>(&mut x);
+            let mut x = load_octet::<T, LANE_COORDINATES>(elements, row);
+            let place = codes_at::<FORMAT, DIM>(params, row);
+            let fit = fit_octet::<LANE_COORDINATES>(&mut x);
             if ORDER > 0 {
-                rotate_octet::<N>(&mut x, rotation);
+                rotate_octet::<LANE_COORDINATES>(&mut x, rotation);
             }
-            let coded = encode_octet::<FORMAT, SCHEME, D, N, Q>(x, &levels, &indices, f64_step, unbiased);
+            let coded = encode_octet::<FORMAT, SCHEME, DIM, LANE_COORDINATES, LANE_WORDS>(
+                x, &levels, &indices, f64_step, unbiased,
+            );
             if n < rows && fit.fits {
-                store_octet::<FORMAT, N>(pages, place, coded);
+                store_octet::<FORMAT, LANE_COORDINATES>(pages, place, coded);
             } else if n < rows {
-                poison::<FORMAT, D>(pages, place, simd_lane() % 8, 8);
+                poison::<FORMAT, DIM>(pages, place, simd_lane() % 8, 8);
                 refuse(status, params, run, row, fit.finite, simd_lane() % 8 == 0);
             }
         }
     } else {
-        let start = simd_index() * D as u32;
+        let start = simd_index() * DIM as u32;
         let step = 4 * groups_x();
         for n in (4 * group_x() + simd_index()..rows).step_by(step as usize) {
             let row = row_of(table, params, run, n);
-            let finite = load_row::<T, D>(elements, row, &mut held, start);
+            let finite = load_row::<T, DIM>(elements, row, &mut held, start);
             simd_barrier();
-            let place = codes_at::<FORMAT, D>(params, row);
-            let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
+            let place = codes_at::<FORMAT, DIM>(params, row);
+            let fits = energy_of(&held, start, DIM as u32) <= MAX_ENERGY;
             let all_finite = simd_all(finite);
             if fits {
                 if ORDER > 0 {
                     // Lanes have read the elements that others are about to rotate.
                     simd_barrier();
-                    rotate::<D, ORDER>(&mut held, start, factors);
+                    rotate::<DIM, ORDER>(&mut held, start, factors);
                 }
                 let scale =
-                    quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &levels, &mut codes, unbiased);
+                    quantized::<FORMAT, SCHEME, DIM>(&mut held, start, &known, &levels, &mut codes, unbiased);
                 simd_barrier();
-                store::<FORMAT, D>(pages, place, &codes, start, scale);
+                store::<FORMAT, DIM>(pages, place, &codes, start, scale);
             } else {
-                poison::<FORMAT, D>(pages, place, simd_lane(), 32);
+                poison::<FORMAT, DIM>(pages, place, simd_lane(), 32);
                 refuse(status, params, run, row, all_finite, simd_lane() == 0);
             }
             // The next row takes the place of this one.

@@ -1,6 +1,6 @@
 //! The encoder of rows in registers: a SIMD group encodes four rows at a time, eight lanes each.
 //!
-//! Lane `l` of an octet has the coordinates `8 k + l` of its row, `N = D / 8` of them: bytes of every plane come from the
+//! Lane `l` of an octet has the coordinates `8 k + l` of its row, `LANE_COORDINATES = DIM / 8` of them: bytes of every plane come from the
 //! coordinates of one lane, and sixteen partial sums of an energy are two of each lane. A lane is also the trial `l` of
 //! the row's scale, so that no lane repeats what another computes.
 //!
@@ -78,21 +78,23 @@ pub const fn half_levels_of(entry: u32) -> u32 {
 pub struct OctetRotation {
     /// Bit `k` is set where coordinate `8 k + l` changes its sign.
     pub signs: [u32; 2],
-    /// 1 over the root of `D`.
+    /// 1 over the root of `DIM`.
     pub root: f32,
 }
 
-/// The lane's part of a rotation whose `factors` are the signs, then 1 over the root of `D`. There is none of order 0.
+/// The lane's part of a rotation whose `factors` are the signs, then 1 over the root of `DIM`. There is none of order 0.
 #[device]
-pub fn octet_rotation<const ORDER: u32, const N: usize>(factors: &Buffer<f32>) -> OctetRotation {
+pub fn octet_rotation<const ORDER: u32, const LANE_COORDINATES: usize>(
+    factors: &Buffer<f32>,
+) -> OctetRotation {
     let lane = simd_lane() % 8;
     let mut rotation = OctetRotation { signs: [0u32, 0u32], root: 1.0 };
     if ORDER > 0 {
-        for k in (0..N).rev() {
+        for k in (0..LANE_COORDINATES).rev() {
             let sign = factors[8 * k as u32 + lane].to_bits() >> 31u32;
             rotation.signs[k / 32] = rotation.signs[k / 32] << 1u32 | sign;
         }
-        rotation.root = factors[8 * N as u32];
+        rotation.root = factors[8 * LANE_COORDINATES as u32];
     }
     rotation
 }
@@ -145,10 +147,10 @@ pub struct OctetFit {
 /// Returns true if the energy of a row, summed as the host sums it, is at most [`MAX_ENERGY`]: sixteen sums
 /// of every sixteenth square, added from the first to the last.
 #[device]
-fn exact_fit<const N: usize>(x: [f32; N]) -> bool {
+fn exact_fit<const LANE_COORDINATES: usize>(x: [f32; LANE_COORDINATES]) -> bool {
     let mut low = 0.0;
     let mut high = 0.0;
-    for k in 0..N / 2 {
+    for k in 0..LANE_COORDINATES / 2 {
         low += x[2 * k] * x[2 * k];
         high += x[2 * k + 1] * x[2 * k + 1];
     }
@@ -164,16 +166,16 @@ fn exact_fit<const N: usize>(x: [f32; N]) -> bool {
 
 /// Checks that a row may be stored, and makes it a row of zeros if it may not.
 #[device]
-pub fn fit_octet<const N: usize>(x: &mut [f32; N]) -> OctetFit {
+pub fn fit_octet<const LANE_COORDINATES: usize>(x: &mut [f32; LANE_COORDINATES]) -> OctetFit {
     let mut sum = 0.0;
-    for k in 0..N {
+    for k in 0..LANE_COORDINATES {
         sum = x[k].mul_add(x[k], sum);
     }
     let mut fit = OctetFit { fits: octet_sum(sum) <= SHORT, finite: true };
     if simd_any(!fit.fits) {
-        fit.fits = exact_fit::<N>(*x);
+        fit.fits = exact_fit::<LANE_COORDINATES>(*x);
         let mut finite = true;
-        for k in 0..N {
+        for k in 0..LANE_COORDINATES {
             finite = finite && x[k].is_finite();
             x[k] = select(fit.fits, x[k], 0.0);
         }
@@ -184,23 +186,23 @@ pub fn fit_octet<const N: usize>(x: &mut [f32; N]) -> OctetFit {
 
 /// Rotates a row: every sum is that of [`rotate`](super::rotation::rotate).
 #[device]
-pub fn rotate_octet<const N: usize>(x: &mut [f32; N], rotation: OctetRotation) {
-    for k in 0..N {
+pub fn rotate_octet<const LANE_COORDINATES: usize>(x: &mut [f32; LANE_COORDINATES], rotation: OctetRotation) {
+    for k in 0..LANE_COORDINATES {
         let sign = rotation.signs[k / 32] << (31 - k % 32) as u32 & 0x8000_0000;
         x[k] = f32::from_bits(x[k].to_bits() ^ sign);
     }
     for step in 0..3u32 {
         // The upper lane of a pair has the difference.
         let mine = select(simd_lane() >> step & 1 == 1, -1.0, 1.0);
-        for k in 0..N {
+        for k in 0..LANE_COORDINATES {
             let other = simd_shuffle_xor(x[k], 1u32 << step);
             x[k] = x[k].mul_add(mine, other);
         }
     }
     for step in 0..6u32 {
         let distance = 1usize << step;
-        if distance < N {
-            for at in 0..N / 2 {
+        if distance < LANE_COORDINATES {
+            for at in 0..LANE_COORDINATES / 2 {
                 let low = 2 * at - (at & (distance - 1));
                 let a = x[low];
                 let b = x[low + distance];
@@ -209,16 +211,16 @@ pub fn rotate_octet<const N: usize>(x: &mut [f32; N], rotation: OctetRotation) {
             }
         }
     }
-    for k in 0..N {
+    for k in 0..LANE_COORDINATES {
         x[k] *= rotation.root;
     }
 }
 
 /// The greatest magnitude of a row.
 #[device]
-fn octet_greatest<const N: usize>(x: [f32; N]) -> f32 {
+fn octet_greatest<const LANE_COORDINATES: usize>(x: [f32; LANE_COORDINATES]) -> f32 {
     let mut most = 0.0;
-    for k in 0..N {
+    for k in 0..LANE_COORDINATES {
         most = x[k].abs().max(most);
     }
     octet_max(most)
@@ -232,31 +234,39 @@ fn last_bytes(a: u32, b: u32, c: u32, d: u32) -> u32 {
 
 /// A lane's coordinates in fixed point.
 #[device]
-pub struct OctetFixed<const N: usize, const Q: usize> {
+pub struct OctetFixed<const LANE_COORDINATES: usize, const LANE_WORDS: usize> {
     /// Whole numbers.
-    x: [f32; N],
+    x: [f32; LANE_COORDINATES],
     /// The low and the high bytes of their magnitudes, four to a word.
-    low: [u32; Q],
-    high: [u32; Q],
+    low: [u32; LANE_WORDS],
+    high: [u32; LANE_WORDS],
     /// The sum of squares of the row.
     energy: u64,
 }
 
 /// Whole numbers of a row whose greatest magnitude, times `factor`, is [`ONE`].
 #[device]
-fn fix_octet<const N: usize, const Q: usize>(x: [f32; N], factor: f32) -> OctetFixed<N, Q> {
-    let mut fixed = OctetFixed::<N, Q> { x: [0.0; N], low: [0u32; Q], high: [0u32; Q], energy: 0 };
-    let mut bits = [0u32; N];
-    for k in 0..N {
+fn fix_octet<const LANE_COORDINATES: usize, const LANE_WORDS: usize>(
+    x: [f32; LANE_COORDINATES],
+    factor: f32,
+) -> OctetFixed<LANE_COORDINATES, LANE_WORDS> {
+    let mut fixed = OctetFixed::<LANE_COORDINATES, LANE_WORDS> {
+        x: [0.0; LANE_COORDINATES],
+        low: [0u32; LANE_WORDS],
+        high: [0u32; LANE_WORDS],
+        energy: 0,
+    };
+    let mut bits = [0u32; LANE_COORDINATES];
+    for k in 0..LANE_COORDINATES {
         fixed.x[k] = (x[k] * factor + ROUNDER) - ROUNDER;
         bits[k] = (fixed.x[k].abs() + MAGNITUDE_ROUNDER).to_bits();
     }
     // Of low and high bytes l and h: l is summed up as l - 128, as bytes of one factor are signed.
     let mut lows = 0i32;
-    let mut squares = -16384 * N as i32;
+    let mut squares = -16384 * LANE_COORDINATES as i32;
     let mut mixed = 0i32;
     let mut highs = 0i32;
-    for q in 0..Q {
+    for q in 0..LANE_WORDS {
         let first = byte_permute(bits[4 * q], bits[4 * q + 1], 0x5410);
         let second = byte_permute(bits[4 * q + 2], bits[4 * q + 3], 0x5410);
         let low = byte_permute(first, second, 0x6420);
@@ -332,13 +342,13 @@ pub fn entry_of(x: f32, unit: f32) -> u32 {
 
 /// The sums of the lane's trial, of which `step` is one of [`f64_steps`](crate::encoding::f64_steps).
 #[device]
-fn try_octet<const FORMAT: u32, const D: usize, const N: usize, const Q: usize>(
-    fixed: OctetFixed<N, Q>,
+fn try_octet<const FORMAT: u32, const DIM: usize, const LANE_COORDINATES: usize, const LANE_WORDS: usize>(
+    fixed: OctetFixed<LANE_COORDINATES, LANE_WORDS>,
     levels: &Shared<u8>,
     step: u64,
 ) -> OctetSums {
     let energy = stepped(fixed.energy, step, fixed.energy);
-    let unit = unit_of(factor_of::<FORMAT, D>(energy, simd_lane() % 8));
+    let unit = unit_of(factor_of::<FORMAT, DIM>(energy, simd_lane() % 8));
     let mut products = [0u32; 8];
     let mut squares = [0u32; 8];
     for t in 0..8usize {
@@ -346,7 +356,7 @@ fn try_octet<const FORMAT: u32, const D: usize, const N: usize, const Q: usize>(
         let mut low = 0i32;
         let mut high = 0i32;
         let mut square = 0i32;
-        for q in 0..Q {
+        for q in 0..LANE_WORDS {
             let a = levels[entry_of(fixed.x[4 * q], tried)] as u32;
             let b = levels[entry_of(fixed.x[4 * q + 1], tried)] as u32;
             let c = levels[entry_of(fixed.x[4 * q + 2], tried)] as u32;
@@ -413,19 +423,23 @@ fn octet_scale(energy: u64, sums: OctetSums, most: f32, unbiased: bool) -> u32 {
 
 /// A lane's codes, and the bits of the scale of its row.
 #[device]
-pub struct OctetCodes<const N: usize> {
+pub struct OctetCodes<const LANE_COORDINATES: usize> {
     /// Of coordinates `8 k + l`.
-    pub codes: [u32; N],
+    pub codes: [u32; LANE_COORDINATES],
     /// The bits of an f16.
     pub scale: u32,
 }
 
 /// Codes of levels.
 #[device]
-fn octet_levels<const FORMAT: u32, const N: usize>(x: [f32; N], unit: f32, indices: &Shared<u8>) -> [u32; N] {
+fn octet_levels<const FORMAT: u32, const LANE_COORDINATES: usize>(
+    x: [f32; LANE_COORDINATES],
+    unit: f32,
+    indices: &Shared<u8>,
+) -> [u32; LANE_COORDINATES] {
     let shift = 31 - (FORMAT.max(TQ2) - TQ2 + 1);
-    let mut codes = [0u32; N];
-    for k in 0..N {
+    let mut codes = [0u32; LANE_COORDINATES];
+    for k in 0..LANE_COORDINATES {
         let sign = x[k].to_bits() >> shift & 1u32 << (31 - shift);
         codes[k] = indices[entry_of(x[k], unit)] as u32 | sign;
     }
@@ -434,12 +448,12 @@ fn octet_levels<const FORMAT: u32, const N: usize>(x: [f32; N], unit: f32, indic
 
 /// Codes of 8 bits.
 #[device]
-fn octet_integers<const N: usize, const Q: usize>(
-    fixed: OctetFixed<N, Q>,
-    codes: &mut [u32; N],
+fn octet_integers<const LANE_COORDINATES: usize, const LANE_WORDS: usize>(
+    fixed: OctetFixed<LANE_COORDINATES, LANE_WORDS>,
+    codes: &mut [u32; LANE_COORDINATES],
 ) -> OctetSums {
-    let mut sizes = [0u32; N];
-    for k in 0..N {
+    let mut sizes = [0u32; LANE_COORDINATES];
+    for k in 0..LANE_COORDINATES {
         let code = fixed.x[k] * TO_INTEGER + ROUNDER;
         codes[k] = code.to_bits() & 255;
         sizes[k] = ((code - ROUNDER).abs() + MAGNITUDE_ROUNDER).to_bits();
@@ -447,7 +461,7 @@ fn octet_integers<const N: usize, const Q: usize>(
     let mut low = 0i32;
     let mut high = 0i32;
     let mut square = 0i32;
-    for q in 0..Q {
+    for q in 0..LANE_WORDS {
         // The signs of a coordinate and its code are equal.
         let word = last_bytes(sizes[4 * q], sizes[4 * q + 1], sizes[4 * q + 2], sizes[4 * q + 3]);
         low = dot4_unsigned(fixed.low[q], word, low);
@@ -464,12 +478,12 @@ fn octet_integers<const N: usize, const Q: usize>(
 
 /// e4m3 codes of a row.
 #[device]
-fn octet_floats<const N: usize>(x: [f32; N]) -> OctetCodes<N> {
-    let scale = f16x2_from(octet_greatest::<N>(x) * TO_E4M3, 0.0);
+fn octet_floats<const LANE_COORDINATES: usize>(x: [f32; LANE_COORDINATES]) -> OctetCodes<LANE_COORDINATES> {
+    let scale = f16x2_from(octet_greatest::<LANE_COORDINATES>(x) * TO_E4M3, 0.0);
     let number = pair_f16(scale);
     let inverse = select(scale == 0, 0.0, 256.0 / number[0]);
-    let mut coded = OctetCodes::<N> { codes: [0u32; N], scale };
-    for k in 0..N {
+    let mut coded = OctetCodes::<LANE_COORDINATES> { codes: [0u32; LANE_COORDINATES], scale };
+    for k in 0..LANE_COORDINATES {
         let code = e4m3_of(x[k] * inverse);
         coded.codes[k] = select(scale == 0, 0u32, code);
     }
@@ -478,29 +492,35 @@ fn octet_floats<const N: usize>(x: [f32; N]) -> OctetCodes<N> {
 
 /// Codes and scale of a row of `int8` or `tq`, which are 0 for a row of zeros.
 #[device]
-fn octet_scaled<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: usize, const Q: usize>(
-    x: [f32; N],
+fn octet_scaled<
+    const FORMAT: u32,
+    const SCHEME: u32,
+    const DIM: usize,
+    const LANE_COORDINATES: usize,
+    const LANE_WORDS: usize,
+>(
+    x: [f32; LANE_COORDINATES],
     levels: &Shared<u8>,
     indices: &Shared<u8>,
     step: u64,
     unbiased: bool,
-) -> OctetCodes<N> {
-    let most = octet_greatest::<N>(x);
+) -> OctetCodes<LANE_COORDINATES> {
+    let most = octet_greatest::<LANE_COORDINATES>(x);
     let zero = most < MIN_MAGNITUDE;
-    let mut fixed = fix_octet::<N, Q>(x, select(zero, 0.0, ONE / most));
+    let mut fixed = fix_octet::<LANE_COORDINATES, LANE_WORDS>(x, select(zero, 0.0, ONE / most));
     // Lanes of a row of zeros compute with numbers in range.
     fixed.energy = select(zero, 1_073_676_289u64, fixed.energy);
-    let mut coded = OctetCodes::<N> { codes: [0u32; N], scale: 0 };
+    let mut coded = OctetCodes::<LANE_COORDINATES> { codes: [0u32; LANE_COORDINATES], scale: 0 };
     let mut sums: OctetSums = if SCHEME == INTEGERS {
-        octet_integers::<N, Q>(fixed, &mut coded.codes)
+        octet_integers::<LANE_COORDINATES, LANE_WORDS>(fixed, &mut coded.codes)
     } else {
-        try_octet::<FORMAT, D, N, Q>(fixed, levels, step)
+        try_octet::<FORMAT, DIM, LANE_COORDINATES, LANE_WORDS>(fixed, levels, step)
     };
     sums.products = sums.products.max(1);
     sums.squares = sums.squares.max(1);
     if SCHEME != INTEGERS {
         sums = best_of_octet(sums);
-        coded.codes = octet_levels::<FORMAT, N>(fixed.x, sums.unit, indices);
+        coded.codes = octet_levels::<FORMAT, LANE_COORDINATES>(fixed.x, sums.unit, indices);
     }
     let scale = octet_scale(fixed.energy, sums, select(zero, 1.0, most), unbiased);
     coded.scale = select(zero, 0u32, scale);
@@ -510,32 +530,38 @@ fn octet_scaled<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: u
 /// Codes and scale of a row. `levels` and `indices` have the nearest level and its index for each entry, `step` is that of
 /// the lane's trial.
 #[device]
-pub fn encode_octet<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: usize, const Q: usize>(
-    x: [f32; N],
+pub fn encode_octet<
+    const FORMAT: u32,
+    const SCHEME: u32,
+    const DIM: usize,
+    const LANE_COORDINATES: usize,
+    const LANE_WORDS: usize,
+>(
+    x: [f32; LANE_COORDINATES],
     levels: &Shared<u8>,
     indices: &Shared<u8>,
     step: u64,
     unbiased: bool,
-) -> OctetCodes<N> {
+) -> OctetCodes<LANE_COORDINATES> {
     if SCHEME == FLOATS {
-        return octet_floats::<N>(x);
+        return octet_floats::<LANE_COORDINATES>(x);
     }
-    octet_scaled::<FORMAT, SCHEME, D, N, Q>(x, levels, indices, step, unbiased)
+    octet_scaled::<FORMAT, SCHEME, DIM, LANE_COORDINATES, LANE_WORDS>(x, levels, indices, step, unbiased)
 }
 
 /// Stores `bits` of each code, from bit `from` on, as the lane's bytes of a plane that starts at byte `start`.
 #[device]
-fn store_octet_plane<const N: usize>(
+fn store_octet_plane<const LANE_COORDINATES: usize>(
     pages: &mut Buffer<u8>,
     start: u64,
-    codes: [u32; N],
+    codes: [u32; LANE_COORDINATES],
     bits: u32,
     from: u32,
 ) {
     let first = start + (simd_lane() % 8) as u64;
-    for block in 0..N.div_ceil(16) {
+    for block in 0..LANE_COORDINATES.div_ceil(16) {
         // The lane's coordinates and bytes of the block.
-        let coordinates = (N as u32 - 16 * block as u32).min(16);
+        let coordinates = (LANE_COORDINATES as u32 - 16 * block as u32).min(16);
         let bytes = coordinates * bits / 8;
         #[unroll]
         for byte in 0..bytes {
@@ -552,24 +578,30 @@ fn store_octet_plane<const N: usize>(
 
 /// Stores codes and scale of a row.
 #[device]
-pub fn store_octet<const FORMAT: u32, const N: usize>(
+pub fn store_octet<const FORMAT: u32, const LANE_COORDINATES: usize>(
     pages: &mut Buffer<u8>,
     row: Row,
-    coded: OctetCodes<N>,
+    coded: OctetCodes<LANE_COORDINATES>,
 ) {
     let lane = simd_lane() % 8;
     let bits = plane_bits(FORMAT, 0);
     if in_planes(FORMAT) {
-        store_octet_plane::<N>(pages, row.first, coded.codes, bits, 0);
+        store_octet_plane::<LANE_COORDINATES>(pages, row.first, coded.codes, bits, 0);
         if plane_bits(FORMAT, 1) > 0 {
-            store_octet_plane::<N>(pages, row.second, coded.codes, plane_bits(FORMAT, 1), bits);
+            store_octet_plane::<LANE_COORDINATES>(
+                pages,
+                row.second,
+                coded.codes,
+                plane_bits(FORMAT, 1),
+                bits,
+            );
         }
     } else {
-        for k in 0..N {
+        for k in 0..LANE_COORDINATES {
             pages[row.first + (8 * k as u32 + lane) as u64] = coded.codes[k] as u8;
         }
     }
-    if lane < scale_bytes(FORMAT, 8 * N as u32) {
+    if lane < scale_bytes(FORMAT, 8 * LANE_COORDINATES as u32) {
         pages[row.scale + lane as u64] = (coded.scale >> (8 * lane) & 255) as u8;
     }
 }

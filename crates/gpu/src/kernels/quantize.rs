@@ -135,19 +135,19 @@ pub fn stepped(energy: u64, step: u64, other: u64) -> u64 {
 }
 
 /// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean
-/// square: the integer nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
+/// square: the integer nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / DIM))`.
 ///
-/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. Where the sides
+/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 DIM`. Where the sides
 /// are equal it is n.
 #[device]
-pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> u32 {
+pub fn factor_of<const FORMAT: u32, const DIM: usize>(energy: u64, trial: u32) -> u32 {
     let percent = 72 + 5 * trial;
     let factor = hundredfold(FORMAT);
     let root = (energy as f32 * (percent * percent) as f32).rsqrt();
-    let near = 131072.0 * factor as f32 * (D as f32).sqrt() * root;
+    let near = 131072.0 * factor as f32 * (DIM as f32).sqrt() * root;
     // f32 is off by less than 1/4.
     let nearest = (near + 0.25) as u32;
-    let limit = factor as u64 * factor as u64 * D as u64;
+    let limit = factor as u64 * factor as u64 * DIM as u64;
     let root = ((2 * nearest + 1) * percent) as u64;
     let square = root * root;
     // The product's bits from 36 on; the limit has none below.
