@@ -43,7 +43,7 @@ fn lists() {
     let merges = ok(&["kernels", "list", "merge", "--instances"]);
     assert!(merges.contains("\nmerge_bf16_128_0 ") && !merges.contains("decode"), "{merges}");
     let wide = instances.iter().find(|instance| instance["instance"] == "merge_bf16_128_0").unwrap();
-    assert_eq!(wide["generics"], serde_json::json!({"Q": "bf16", "DV": "128", "ORDER": "0"}));
+    assert_eq!(wide["generics"], serde_json::json!({"QElement": "bf16", "VALUE_DIM": "128", "ORDER": "0"}));
     assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
@@ -97,7 +97,7 @@ fn texts() {
             "cuda",
             &["extern \"C\" __global__", "merge_bf16_128_0(", "FT_CONSTANT_has_sinks", "struct Merge {"],
         ),
-        ("rust", &["use flashtile_kernel::prelude::*;", "fn merge<", "// DV = 128", "#[kernel("]),
+        ("rust", &["use flashtile_kernel::prelude::*;", "fn merge<", "// VALUE_DIM = 128", "#[kernel("]),
     ];
     for (target, words) in words {
         let text = ok(&[&by_options[..], &[target]].concat());

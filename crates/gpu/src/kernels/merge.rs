@@ -104,12 +104,12 @@ fn merged_row(
 /// A lane's part of the partial output of a split: every 32nd coordinate.
 #[device]
 #[inline(always)]
-fn partial_out<const DV: usize>(partials: Partials, split: u32) -> [f32; 16] {
+fn partial_out<const VALUE_DIM: usize>(partials: Partials, split: u32) -> [f32; 16] {
     let mut out = [0.0; 16];
-    let at = (partials.first + split) as u64 * DV as u64;
-    for i in 0..(DV + 31) / 32 {
+    let at = (partials.first + split) as u64 * VALUE_DIM as u64;
+    for i in 0..(VALUE_DIM + 31) / 32 {
         let c = 32 * i as u32 + simd_lane();
-        if c < DV as u32 {
+        if c < VALUE_DIM as u32 {
             out[i] = partials.out[at + c as u64];
         }
     }
@@ -118,7 +118,7 @@ fn partial_out<const DV: usize>(partials: Partials, split: u32) -> [f32; 16] {
 
 /// Each of the four SIMD groups sums every fourth partial output of the row; its lanes hold the factors of 32 at a time.
 #[device]
-fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut Shared<f32>) {
+fn sum_splits<const VALUE_DIM: usize>(partials: Partials, row_max: f32, quarters: &mut Shared<f32>) {
     let mut sum = [0.0; 16];
     for base in (simd_index()..partials.splits).step_by(128) {
         let own = base + 4 * simd_lane();
@@ -134,28 +134,28 @@ fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut 
             let mut out = [[0.0; 16]; 4];
             for n in 0..4usize {
                 if first + (n as u32) < count {
-                    out[n] = partial_out::<DV>(partials, base + 4 * (first + n as u32));
+                    out[n] = partial_out::<VALUE_DIM>(partials, base + 4 * (first + n as u32));
                 }
             }
             for n in 0..4usize {
                 let by = simd_shuffle(factor, first + n as u32);
-                for i in 0..(DV + 31) / 32 {
+                for i in 0..(VALUE_DIM + 31) / 32 {
                     sum[i] += select(by < 0.0 || first + n as u32 >= count, 0.0, by * out[n][i]);
                 }
             }
         }
     }
-    for i in 0..(DV + 31) / 32 {
+    for i in 0..(VALUE_DIM + 31) / 32 {
         let c = 32 * i as u32 + simd_lane();
-        if c < DV as u32 {
-            quarters[simd_index() * DV as u32 + c] = sum[i];
+        if c < VALUE_DIM as u32 {
+            quarters[simd_index() * VALUE_DIM as u32 + c] = sum[i];
         }
     }
 }
 
 /// Coordinate `c` of a row's output, of the four sums of its partial outputs.
 #[device]
-fn mean_of<const DV: usize>(
+fn mean_of<const VALUE_DIM: usize>(
     partials: Partials,
     row: Merged,
     quarters: &Shared<f32>,
@@ -164,7 +164,7 @@ fn mean_of<const DV: usize>(
 ) -> f32 {
     let mut whole = 0.0;
     for n in 0..4u32 {
-        whole += quarters[n * DV as u32 + c];
+        whole += quarters[n * VALUE_DIM as u32 + c];
     }
     let mut mean = whole / row.row_sum * simds as f32;
     if mean.abs() >= f32::INFINITY || mean.is_nan() {
@@ -175,8 +175,10 @@ fn mean_of<const DV: usize>(
             let one = partials.max_sum[2 * (partials.first + split)];
             if one != f32::NEG_INFINITY {
                 let factor = (one - row.row_max).exp2() * SHRINK;
-                small +=
-                    weighed(factor, partials.out[(partials.first + split) as u64 * DV as u64 + c as u64]);
+                small += weighed(
+                    factor,
+                    partials.out[(partials.first + split) as u64 * VALUE_DIM as u64 + c as u64],
+                );
             }
         }
         small /= row.row_sum;
@@ -219,15 +221,15 @@ pub fn lse_of(row: Merged, sink_logit: f32) -> f32 {
 /// Hadamard order, `out` is rotated back.
 #[kernel(
     threads = 128,
-    requires(partial_out.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * DV, "a partial output of every split"),
+    requires(partial_out.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * VALUE_DIM, "a partial output of every split"),
     requires(partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * 2, "a maximum and a sum of every split"),
     requires(groups[0] == params.queries && groups[1] == params.q_heads, "a threadgroup for each row"),
     requires(!has_shift || partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.splits as usize * 2 + 1), "a shift of every row"),
     requires(params.splits > 0, "there are splits"),
-    requires(ORDER == 0 || factors.len() >= DV + block_count(ORDER, DV), "a factor for each coordinate, and a root for each block"),
+    requires(ORDER == 0 || factors.len() >= VALUE_DIM + block_count(ORDER, VALUE_DIM), "a factor for each coordinate, and a root for each block"),
     requires(!has_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
     requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
-    requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),
+    requires(params.reach(groups, VALUE_DIM).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),
     bench(
         shape(rows = [512, 16384], splits = [16, 16], dim = [128, 128]),
         bytes = rows * (4 * splits * (dim + 2) + 2 * dim + 4),
@@ -235,20 +237,20 @@ pub fn lse_of(row: Merged, sink_logit: f32) -> f32 {
         tolerance = 0.005,
     ),
 )]
-pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
+pub fn merge<QElement: Element, const VALUE_DIM: usize, const ORDER: u32>(
     partial_out: &Buffer<f32>,
     partial_max_sum: &Buffer<f32>,
     factors: &Buffer<f32>,
     sinks: &Buffer<f32>,
     params: &Merge,
-    out: &mut Buffer<Q>,
+    out: &mut Buffer<QElement>,
     lse: &mut Buffer<f32>,
     #[constant] has_sinks: bool,
     #[constant] with_lse: bool,
     #[constant] has_shift: bool,
 ) {
-    let mut row: Shared<f32> = shared(DV);
-    let mut quarters: Shared<f32> = shared(4 * DV);
+    let mut row: Shared<f32> = shared(VALUE_DIM);
+    let mut quarters: Shared<f32> = shared(4 * VALUE_DIM);
     let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
     let partials = Partials {
         out: partial_out,
@@ -257,23 +259,23 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         splits: params.splits,
     };
     let merged = merged_row(partials, result, sinks, params, has_sinks, has_shift);
-    sum_splits::<DV>(partials, merged.row_max, &mut quarters);
+    sum_splits::<VALUE_DIM>(partials, merged.row_max, &mut quarters);
     barrier();
-    for c in (thread_index()..DV as u32).step_by(128) {
-        row[c] = mean_of::<DV>(partials, merged, &quarters, c, params.simds);
+    for c in (thread_index()..VALUE_DIM as u32).step_by(128) {
+        row[c] = mean_of::<VALUE_DIM>(partials, merged, &quarters, c, params.simds);
     }
     barrier();
     if ORDER > 0 {
         if simd_index() == 0 {
-            unrotate::<DV, ORDER>(&mut row, 0, factors);
+            unrotate::<VALUE_DIM, ORDER>(&mut row, 0, factors);
         }
         barrier();
     }
     let start = group_z() as u64 * params.out[0]
         + group_y() as u64 * params.out[1]
         + group_x() as u64 * params.out[2];
-    for c in (thread_index()..DV as u32).step_by(128) {
-        out[start + c as u64] = element_of::<Q>(row[c]);
+    for c in (thread_index()..VALUE_DIM as u32).step_by(128) {
+        out[start + c as u64] = element_of::<QElement>(row[c]);
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();

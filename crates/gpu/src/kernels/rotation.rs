@@ -84,23 +84,23 @@ fn across<const ORDER: u32>(row: &mut Shared<f32>, start: u32, run: u32, transpo
     simd_barrier();
 }
 
-/// Rotates `D` numbers from `start` on. `factors` has the signs, then 1 over the root of the length of each block. The order may be 0
+/// Rotates `DIM` numbers from `start` on. `factors` has the signs, then 1 over the root of the length of each block. The order may be 0
 /// in calls that are compiled but never made.
 #[device]
-pub fn rotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
-    for at in (simd_lane()..D as u32).step_by(32) {
+pub fn rotate<const DIM: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
+    for at in (simd_lane()..DIM as u32).step_by(32) {
         row[start + at] *= factors[at];
     }
     simd_barrier();
     let mut first = 0u32;
     let mut block = 0u32;
-    while first < D as u32 {
-        let len = block_len(ORDER, D as u32 - first);
+    while first < DIM as u32 {
+        let len = block_len(ORDER, DIM as u32 - first);
         let run = len / ORDER.max(1);
         butterflies(row, start + first, len, run);
         across::<ORDER>(row, start + first, run, false);
         for at in (simd_lane()..len).step_by(32) {
-            row[start + first + at] *= factors[D as u32 + block];
+            row[start + first + at] *= factors[DIM as u32 + block];
         }
         first += len;
         block += 1;
@@ -110,16 +110,20 @@ pub fn rotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u3
 
 /// Undoes [`rotate`].
 #[device]
-pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
+pub fn unrotate<const DIM: usize, const ORDER: u32>(
+    row: &mut Shared<f32>,
+    start: u32,
+    factors: &Buffer<f32>,
+) {
     let mut first = 0u32;
     let mut block = 0u32;
-    while first < D as u32 {
-        let len = block_len(ORDER, D as u32 - first);
+    while first < DIM as u32 {
+        let len = block_len(ORDER, DIM as u32 - first);
         let run = len / ORDER.max(1);
         across::<ORDER>(row, start + first, run, true);
         butterflies(row, start + first, len, run);
         for at in (simd_lane()..len).step_by(32) {
-            let root = factors[D as u32 + block];
+            let root = factors[DIM as u32 + block];
             row[start + first + at] = row[start + first + at] * root * factors[first + at];
         }
         first += len;
@@ -131,35 +135,35 @@ pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: 
 /// Rotates rows `[rows, D]` into `out`, or back: the transform of the codecs by itself.
 #[kernel(
     threads = 128,
-    derive(ORDER: u32 = rotation_order(D)),
+    derive(ORDER: u32 = rotation_order(DIM)),
     exact,
-    requires(x.len() >= rows as usize * D && out.len() >= rows as usize * D, "x and out hold the rows"),
-    requires(factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
+    requires(x.len() >= rows as usize * DIM && out.len() >= rows as usize * DIM, "x and out hold the rows"),
+    requires(factors.len() >= DIM + block_count(ORDER, DIM), "a factor for each coordinate, and a root for each block"),
     requires(groups[0] as usize >= (rows as usize).div_ceil(4), "a SIMD group for each row"),
     bench(shape(rows = [1024, 65536], dim = [128, 128]), bytes = 8 * rows * dim, flops = rows * dim * u64::from(dim.ilog2()), tolerance = 1e-6),
 )]
-pub fn hadamard<const D: usize>(
+pub fn hadamard<const DIM: usize>(
     x: &Buffer<f32>,
     factors: &Buffer<f32>,
     out: &mut Buffer<f32>,
     rows: u32,
     #[constant] back: bool,
 ) {
-    let mut held: Shared<f32> = shared(4 * D);
+    let mut held: Shared<f32> = shared(4 * DIM);
     let row = 4 * group_x() + simd_index();
-    let start = simd_index() * D as u32;
+    let start = simd_index() * DIM as u32;
     if row < rows {
-        for at in (simd_lane()..D as u32).step_by(32) {
-            held[start + at] = x[row as u64 * D as u64 + at as u64];
+        for at in (simd_lane()..DIM as u32).step_by(32) {
+            held[start + at] = x[row as u64 * DIM as u64 + at as u64];
         }
         simd_barrier();
         if back {
-            unrotate::<D, ORDER>(&mut held, start, factors);
+            unrotate::<DIM, ORDER>(&mut held, start, factors);
         } else {
-            rotate::<D, ORDER>(&mut held, start, factors);
+            rotate::<DIM, ORDER>(&mut held, start, factors);
         }
-        for at in (simd_lane()..D as u32).step_by(32) {
-            out[row as u64 * D as u64 + at as u64] = held[start + at];
+        for at in (simd_lane()..DIM as u32).step_by(32) {
+            out[row as u64 * DIM as u64 + at as u64] = held[start + at];
         }
     }
 }
