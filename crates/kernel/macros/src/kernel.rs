@@ -4,7 +4,7 @@ use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote};
 
 use crate::arguments::{Arguments, Bench, Derived};
-use crate::depends::Depends;
+use crate::depends::{Depends, mentions};
 use crate::errors::Errors;
 use crate::expand::{self, NativeBody, Printed, element_type, parameter_kind, referent, with_errors};
 use crate::ir::{Argument, Bound, Parameter, Passed};
@@ -106,10 +106,9 @@ fn check_contract(contract: &Arguments, generics: &[Parameter], errors: &mut Err
     }
     for requirement in &contract.requires {
         for parameter in generics {
-            if let (Parameter::Type { name, .. }, true) = (
-                parameter,
-                crate::depends::mentions(&requirement.condition.to_token_stream(), parameter.name()),
-            ) {
+            if let (Parameter::Type { name, .. }, true) =
+                (parameter, mentions(&requirement.condition.to_token_stream(), parameter.name()))
+            {
                 errors.refuse(
                     &requirement.condition,
                     format_args!(
@@ -152,7 +151,8 @@ impl Expansion<'_> {
         let (vis, name) = (&self.function.vis, &self.function.sig.ident);
         let docs = format!("The kernel [`{name}()`] as data, and its launches.");
         let lints = expand::module_lints();
-        let (data, instances, call) = (self.data(), self.instances(), self.call());
+        let (data, derived, instances, call) =
+            (self.data(), self.derived_numbers(), self.instances(), self.call());
         let demands = self.depends.demands();
         quote! {
             #[doc = #docs]
@@ -161,6 +161,7 @@ impl Expansion<'_> {
                 use super::*;
                 use ::flashtile_kernel::source as ft_source;
                 #data
+                #derived
                 #instances
                 #call
                 #demands
@@ -227,14 +228,11 @@ impl Expansion<'_> {
         let constants = self.constants(&quote!(ft_generics));
         let types = self.types(|n, _| quote!(ft_source::type_of(ft_generics, #n)));
         let parameters = self.generics().zip(&self.generics).skip(self.chosen);
-        parameters.zip(&self.contract.derive).map(move |((parameter, kind), Derived { value, .. })| {
+        parameters.zip(&self.contract.derive).map(move |((parameter, of), Derived { kind, value, .. })| {
             let expression = source::of(value.to_token_stream());
-            let value = match kind {
+            let value = match of {
                 Parameter::Type { .. } => quote!(::flashtile_kernel::Generic::Type(#value)),
-                Parameter::Const { ty, .. } => {
-                    let ty = format_ident!("{}", ty.rust());
-                    quote!(<#ty as ft_source::ConstGeneric>::generic(#value))
-                }
+                Parameter::Const { .. } => quote!(<#kind as ft_source::ConstGeneric>::generic(#value)),
             };
             quote! {
                 ft_source::DerivedGeneric {
@@ -244,6 +242,48 @@ impl Expansion<'_> {
                 }
             }
         })
+    }
+
+    /// `derived`, the derived numbers out of the generics that their formulas have: constants, for rustc's generics.
+    fn derived_numbers(&self) -> TokenStream {
+        let derived = self.generics.iter().skip(self.chosen).zip(&self.contract.derive);
+        let numbers: Vec<&Derived> = derived
+            .filter(|(parameter, _)| matches!(parameter, Parameter::Const { .. }))
+            .map(|(_, number)| number)
+            .collect();
+        if numbers.is_empty() {
+            return TokenStream::new();
+        }
+        let formulas: TokenStream = numbers.iter().map(|number| number.value.to_token_stream()).collect();
+        let is_given =
+            |name: &str| mentions(&formulas, name) && numbers.iter().all(|number| number.name != name);
+        let given = self.generics.iter().filter(|parameter| is_given(parameter.name())).map(|parameter| {
+            let name = format_ident!("{}", parameter.name());
+            let ty = match parameter {
+                Parameter::Const { ty, .. } => format_ident!("{}", ty.rust()).to_token_stream(),
+                Parameter::Type { .. } => quote!(::flashtile_kernel::ScalarType),
+            };
+            quote!(#name: #ty)
+        });
+        let lints = expand::entry_lints();
+        let fields = numbers.iter().map(|Derived { name, kind, .. }| quote!(pub #name: #kind));
+        let values = numbers.iter().map(|Derived { name, kind, value }| quote!(let #name: #kind = #value;));
+        let names = numbers.iter().map(|number| &number.name);
+        quote! {
+            /// The numbers among the generics that follow from others.
+            #[allow(missing_docs)]
+            #[derive(Clone, Copy, Debug)]
+            pub struct Derived {
+                #(#fields,)*
+            }
+
+            /// The derived numbers, out of the generics that their formulas have, in order. A type is given as its `ScalarType`.
+            #lints
+            pub const fn derived(#(#given),*) -> Derived {
+                #(#values)*
+                Derived { #(#names),* }
+            }
+        }
     }
 
     /// Fails to compile where rustc's generics are not the derived ones.

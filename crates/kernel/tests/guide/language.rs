@@ -174,6 +174,8 @@ fn generics_are_derived_everywhere() {
     assert_eq!(chosen.all_generics(), [256, 8, 2].map(Generic::Usize));
     assert_eq!(chosen.entry(), "code_sums_256_8");
     assert_eq!(chosen.source(Target::Cuda), code_sums::instance::<256, 8, 2>().source(Target::Cuda));
+    let by_formula = code_sums::instance::<256, 8, { code_sums::derived(256, 8).WORDS }>();
+    assert_eq!(chosen.all_generics(), by_formula.all_generics());
     assert!(chosen.rust_source().contains("// WORDS = words_of_lane(D, BITS) = 2\n"));
 }
 
