@@ -170,95 +170,56 @@ impl Variant {
     }
 }
 
+/// The instance of a kernel in scope with native code: its chosen generics and the types that follow from them; the arguments of the
+/// kernel's `derived`, and the names of its results, in their order. Rust computes no generics from others.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! native_instance {
+    ($kernel:ident [$($chosen:tt)*] [$($type:ty),*] ($($argument:tt)*) [$($number:ident)*]) => {{
+        const DERIVED: $kernel::Derived = $kernel::derived($($argument)*);
+        $kernel::instance::<$($chosen)*, $($type,)* $({ DERIVED.$number }),*>()
+    }};
+}
+
 /// The instance of [`decode()`](crate::kernels::decode::decode()) with native code: the type of q and the types of both
-/// products; formats and dimensions of keys and values; the tile's `T`, `U` and `S`.
-///
-/// Rust computes no generics from others: the derived ones are written here.
+/// products; formats and dimensions of keys and values; the tile's `ROW_TILES`, `KEY_TILES` and `SIMD_GROUPS`.
 #[macro_export]
 macro_rules! native_decode {
-    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
-        use $crate::kernels::formats::padded;
-        use $crate::kernels::nibbles::{min_copies, nibble_bytes};
-        use $crate::kernels::rows::{lane_pairs, lane_words, larger, pair_words};
-        $crate::kernels::decode::decode::instance::<
-            $q,
-            { $kf },
-            { $vf },
-            { $d },
-            { $dv },
-            { $t },
-            { $u },
-            { $s },
-            { min_copies(larger($d, $dv)) },
-            $k,
-            $v,
-            { lane_pairs($d, 4) },
-            { lane_pairs($dv, 8) },
-            { lane_words($kf, $d, 4) },
-            { lane_words($vf, $dv, 8) },
-            { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
-            { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
-            { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { nibble_bytes($kf, $d, $vf, $dv, min_copies(larger($d, $dv))) },
-            { padded(larger($d, $dv) as u32) as usize },
-        >()
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$rows:expr, $keys:expr, $simds:expr]) => {{
+        use ::flashtile_kernel::Scalar;
+        use $crate::kernels::decode::decode;
+        use $crate::kernels::nibbles::min_copies;
+        use $crate::kernels::rows::larger;
+        const COPIES: usize = min_copies(larger($d, $dv));
+        $crate::native_instance!(
+            decode [$q, { $kf }, { $vf }, { $d }, { $dv }, { $rows }, { $keys }, { $simds }, COPIES] [$k, $v]
+            ($kf, $vf, $d, $dv, COPIES, <$k as Scalar>::TYPE, <$v as Scalar>::TYPE)
+            [K_PAIRS V_PAIRS K_WORDS V_WORDS K_PAIR_WORDS V_PAIR_WORDS K_ORDER TABLE_BYTES PADDED_DIM]
+        )
     }};
 }
 
 /// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with native code: the type of q and the types of both products;
-/// formats and dimensions of keys and values; the tile's `M`, `U`, `S` and `W`, for one threadgroup a core.
+/// formats and dimensions of keys and values; the tile's `ROW_TILES`, `KEY_TILES`, `SIMD_GROUPS` and `TEAM_SIMDS`, and `KV_BUFFERS` unless
+/// it is 2, for one threadgroup a core.
 #[macro_export]
 macro_rules! native_prefill {
-    ([$q:ty, $k:ty, $v:ty] $row:tt [$m:expr, $u:expr, $s:expr, $w:expr]) => {
-        $crate::native_prefill!([$q, $k, $v] $row [$m, $u, $s, $w, 2])
+    ($types:tt $row:tt [$rows:expr, $keys:expr, $simds:expr, $team:expr]) => {
+        $crate::native_prefill!($types $row [$rows, $keys, $simds, $team, 2])
     };
-    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr, $w:expr, $b:expr]) => {{
-        use ::flashtile_kernel::{Scalar, ScalarType};
-        use $crate::kernels::formats::hadamard_order;
-        use $crate::kernels::nibbles::{MIN_COPIES as COPIES, nibble_bytes};
-        use $crate::kernels::prefill::block::{
-            block_columns, block_scales, key_blocks, row_turns, row_words, scratch_len, staged_rows, values_len,
-        };
-        use $crate::kernels::rows::{larger, pair_words};
-        const K: ScalarType = <$k as Scalar>::TYPE;
-        const V: ScalarType = <$v as Scalar>::TYPE;
-        $crate::kernels::prefill::prefill::instance::<
-            $q,
-            { $kf },
-            { $vf },
-            { $d },
-            { $dv },
-            { $m },
-            { $u },
-            { $s },
-            { $w },
-            { COPIES },
-            1,
-            { $b },
-            $k,
-            $v,
-            { block_columns($d, $w) },
-            { block_columns($dv, $w) },
-            { block_columns($d, $w) / (8 * $w) },
-            { block_columns($dv, $w) / (8 * $w) },
-            { row_words(K, $kf, $d) },
-            { row_words(V, $vf, $dv) },
-            { row_turns(K, $kf, $d, $u, $s) },
-            { row_turns(V, $vf, $dv, $u, $s) },
-            { pair_words(K, $d, 8) },
-            { pair_words(V, $dv, 8) },
-            { hadamard_order($kf, $d) },
-            { hadamard_order($vf, $dv) },
-            { key_blocks($kf) },
-            { block_scales($kf, $d, $u) },
-            { 2 * $u },
-            { values_len($dv, $u, $w, $b) },
-            { larger($d, $dv) + 2 },
-            { larger(block_scales($kf, $d, $u) + block_scales($vf, $dv, $u), 1) },
-            { staged_rows($w, $b) },
-            { scratch_len($m, $u, $s, $w, staged_rows($w, $b), larger($d, $dv) + 2) },
-            { nibble_bytes($kf, $d, $vf, $dv, COPIES) },
-        >()
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr]
+     [$rows:expr, $keys:expr, $simds:expr, $team:expr, $buffers:expr]) => {{
+        use ::flashtile_kernel::Scalar;
+        use $crate::kernels::nibbles::MIN_COPIES;
+        use $crate::kernels::prefill::prefill;
+        $crate::native_instance!(
+            prefill
+            [$q, { $kf }, { $vf }, { $d }, { $dv }, { $rows }, { $keys }, { $simds }, { $team }, MIN_COPIES, 1, { $buffers }]
+            [$k, $v]
+            ($kf, $vf, $d, $dv, $rows, $keys, $simds, $team, MIN_COPIES, $buffers, <$k as Scalar>::TYPE, <$v as Scalar>::TYPE)
+            [K_COLUMNS V_COLUMNS K_PAIRS V_PAIRS K_WORDS V_WORDS K_LOADS V_LOADS K_PAIR_WORDS V_PAIR_WORDS K_ORDER V_ORDER
+             K_BLOCKS K_SCALES SCORE_TILES V_MEMORY_LEN STAGED_LEN BLOCK_SCALES STAGED_ROWS SCRATCH_LEN TABLE_BYTES]
+        )
     }};
 }
 
@@ -266,18 +227,12 @@ macro_rules! native_prefill {
 /// and the dimension.
 #[macro_export]
 macro_rules! native_encode {
-    ($t:ty, $format:expr, $d:expr) => {
-        $crate::kernels::encode::encode::instance::<
-            $t,
-            { $format },
-            { $d },
-            { $crate::kernels::formats::hadamard_order($format, $d) },
-            { $crate::kernels::quantize::scheme_of($format) },
-            { $crate::kernels::encode::held_numbers($format, $d) },
-            { $crate::kernels::octet::octet_coordinates($format, $d) },
-            { $crate::kernels::octet::octet_coordinates($format, $d) / 4 },
-        >()
-    };
+    ($t:ty, $format:expr, $d:expr) => {{
+        use $crate::kernels::encode::encode;
+        $crate::native_instance!(
+            encode [$t, { $format }, { $d }] [] ($format, $d) [ORDER SCHEME HELD LANE_COORDINATES LANE_WORDS]
+        )
+    }};
 }
 
 #[cfg(test)]

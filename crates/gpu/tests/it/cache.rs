@@ -8,7 +8,6 @@ use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
 use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::kernels::cache::{copy_rows, read_codes, read_elements};
 use flashtile_gpu::kernels::encode::append;
-use flashtile_gpu::kernels::formats::hadamard_order;
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Instance, ScalarType, bf16};
@@ -23,7 +22,7 @@ macro_rules! codes {
                 f32,
                 { format_id(Codec::$codec) },
                 $dim,
-                { hadamard_order(format_id(Codec::$codec), $dim) },
+                { read_codes::derived(format_id(Codec::$codec), $dim).ORDER },
             >(),
         )*]
     };
