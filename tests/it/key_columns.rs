@@ -1,12 +1,14 @@
 //! Values that are the first columns of the key rows: one stored row, the answers of two.
 
 use flashtile::cache::Snapshot;
+use flashtile::codec::{CodePages, Side};
 use flashtile::plan::{CpuFacts, machines};
 use flashtile::problem::KeyColumnsError;
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CpuPlan, CudaPlan, Dims, Dtype,
-    Inputs, KvCache, KvCacheExt as _, KvStorage, Outputs, PlanOptions, Problem, ProblemDesc, ProblemError,
-    RunError, SeqId, SeqLens, TensorView, TensorViewMut, Unsupported, Visibility, reference,
+    HeadShape, Inputs, KvCache, KvCacheExt as _, KvStorage, KvView, Outputs, PlanOptions, Problem,
+    ProblemDesc, ProblemError, RunError, SeqId, SeqLens, TensorView, TensorViewMut, Unsupported, Visibility,
+    reference,
 };
 use flashtile_testkit::Rng;
 
@@ -41,7 +43,7 @@ fn step(cache: &mut KvCache, seq: SeqId, tokens: usize, rng: &mut Rng) -> Vec<u3
     let k = TensorView::packed(&k, [tokens, KV_HEADS, HEAD_DIM]).unwrap();
     let mut into = TensorViewMut::packed(&mut out, [tokens, Q_HEADS, VALUE_DIM]).unwrap();
     let mut step = cache.step(&[(seq, tokens)]).unwrap();
-    step.attend(0, q, k, k.first_columns(VALUE_DIM), &mut into).unwrap();
+    step.attend(0, q, k, k.first_columns(VALUE_DIM).unwrap(), &mut into).unwrap();
     step.finish().unwrap();
     out.iter().map(|x| x.to_bits()).collect()
 }
@@ -106,7 +108,7 @@ fn values_of_codes_are_columns_of_the_decoded_keys() {
         let mut rng = Rng::new(3);
         let (rows, q) = (random(&mut rng, 30 * KV_HEADS * 64), random(&mut rng, Q_HEADS * 64));
         let k = TensorView::packed(&rows, [30, KV_HEADS, 64]).unwrap();
-        cache.append(&[(seq, 30)], &[(k, k.first_columns(32))]).unwrap();
+        cache.append(&[(seq, 30)], &[(k, k.first_columns(32).unwrap())]).unwrap();
 
         let (problem, tables) = problem(&cache, seq);
         let q = TensorView::packed(&q, [1, Q_HEADS, 64]).unwrap();
@@ -128,7 +130,10 @@ fn values_of_codes_are_columns_of_the_decoded_keys() {
         let refused = Unsupported::KeyColumns { codec };
         let options = PlanOptions::default();
         assert_eq!(CpuPlan::new(&problem, &machines::AVX512_2, options).unwrap_err(), refused);
-        assert_eq!(refused.to_string(), format!("no kernel reads values that are columns of {codec} keys"));
+        assert_eq!(
+            refused.to_string(),
+            format!("the backend reads no values that are columns of {codec} keys")
+        );
         assert_eq!(CudaPlan::new(&problem, &machines::H200, options).unwrap_err(), refused);
     }
 }
@@ -151,7 +156,7 @@ fn values_that_are_no_columns_are_refused() {
     let (rows, other) = (random(&mut rng, 4 * HEAD_DIM), random(&mut rng, 4 * VALUE_DIM));
     let k = TensorView::bhsd(&rows, [1, 1, 4, HEAD_DIM]).unwrap();
     let copy = TensorView::bhsd(&other, [1, 1, 4, VALUE_DIM]).unwrap();
-    let columns = k.first_columns(VALUE_DIM);
+    let columns = k.first_columns(VALUE_DIM).unwrap();
     let mut desc = ProblemDesc::of(&k, &k, &columns);
     desc.kv_storage = KvStorage::KeyColumns;
     let problem = desc.clone().validate().unwrap();
@@ -173,10 +178,7 @@ fn values_that_are_no_columns_are_refused() {
     let k = TensorView::packed(&rows, [1, KV_HEADS, HEAD_DIM]).unwrap();
     let values = random(&mut rng, KV_HEADS * VALUE_DIM);
     let v = TensorView::packed(&values, [1, KV_HEADS, VALUE_DIM]).unwrap();
-    assert_eq!(
-        cache.append(&[(seq, 1)], &[(k, v)]),
-        Err(CacheError::KeyColumns(KeyColumnsError::OtherMemory))
-    );
+    assert_eq!(cache.append(&[(seq, 1)], &[(k, v)]), Err(CacheError::NotKeyColumns));
     assert_eq!(cache.len(seq), Ok(0));
 
     let Dims { head_dim, .. } = desc.dims;
@@ -192,5 +194,47 @@ fn values_that_are_no_columns_are_refused() {
     let mut other = separate;
     let seq = cache.create().unwrap();
     let snapshot = cache.snapshot(seq).unwrap();
-    assert_eq!(other.restore(&snapshot).unwrap_err(), CacheError::KeyColumns(KeyColumnsError::Snapshot));
+    assert_eq!(other.restore(&snapshot).unwrap_err(), CacheError::SnapshotStorage);
+}
+
+/// Kernels decode whole rows: columns of codes are refused wherever rows are expected.
+#[test]
+fn columns_of_codes_are_no_rows() {
+    let layout = CacheLayout::Paged { pages: 8, page_size: 4 };
+    let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 512, value_dim: 512 };
+    let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::Int8)).unwrap();
+    let seq = cache.create().unwrap();
+    let rows = random(&mut Rng::new(2), 20 * 512);
+    let k = TensorView::packed(&rows, [20, 1, 512]).unwrap();
+    cache.append(&[(seq, 20)], &[(k, k)]).unwrap();
+    let tables = cache.tables(&[seq]).unwrap();
+    let (k, v) = cache.kv_pages(0).unwrap();
+    assert!(v.first_columns(513).is_err());
+    let narrow = v.first_columns(64).unwrap();
+    let cpu = Cpu::new();
+    for (k, v, tensor) in [(k, narrow, "v"), (narrow, v, "k")] {
+        let [head_dim, value_dim] = [k, v].map(|rows| rows.shape()[3]);
+        let heads = HeadShape { q_heads: 1, kv_heads: 1, head_dim, value_dim };
+        let mut desc = ProblemDesc::cached(heads, Dtype::F32, &[SeqLens::decode(20)]);
+        (desc.k_codec, desc.v_codec) = (Some(Codec::Int8), Some(Codec::Int8));
+        let problem = desc.validate().unwrap();
+        let q = TensorView::packed(&rows[..head_dim], [1, 1, head_dim]).unwrap();
+        let inputs = Inputs::paged_kv(q, k, v, &tables);
+        let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
+        let mut out = vec![0.0f32; value_dim];
+        let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, [1, 1, value_dim]).unwrap());
+        let expected = narrow.shape();
+        let refused = RunError::Shape { tensor, expected, got: [8, 1, 4, 512] };
+        assert_eq!(cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace()), Err(refused.clone()));
+        assert_eq!(reference::attention(&problem, &inputs).unwrap_err(), refused);
+    }
+
+    let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 64, value_dim: 64 };
+    let mut small = KvCache::new(CacheDesc::new(layout, shape, Codec::Int8)).unwrap();
+    let seq = small.create().unwrap();
+    let slot = CodePages::new(Codec::Int8, Side::Keys, [1, 1, 4, 512]).unwrap();
+    let narrow = KvView::Codes(slot.view()).first_columns(64).unwrap();
+    let expected = [1, 1, 4, 64];
+    let refused = CacheError::Shape { tensor: "k", expected, got: [1, 1, 4, 512] };
+    assert_eq!(small.load(0, seq, &narrow, &narrow), Err(refused));
 }

@@ -112,6 +112,11 @@ pub enum RunError {
     },
     /// Values are columns of the keys by the problem, and `v` is not the first columns of `k`.
     NotKeyColumns,
+    /// A tensor lies in main memory and the call reads tensors of a device.
+    HostMemory {
+        /// Name of the tensor.
+        tensor: &'static str,
+    },
     /// A list does not have the length that the problem says.
     Length {
         /// Name of the list.
@@ -238,6 +243,9 @@ impl std::fmt::Display for RunError {
             }
             Self::Dtype { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
             Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::HostMemory { tensor } => {
+                write!(f, "{tensor} lies in main memory, expected memory of the device")
+            }
             Self::NotKeyColumns => f.write_str("v is not the first columns of k, as the problem says"),
             Self::Length { tensor, expected, got } => {
                 write!(f, "{tensor} has {got} elements, expected {expected}")
@@ -352,13 +360,14 @@ pub struct InputShapes {
 }
 
 impl InputShapes {
-    fn of(inputs: &Inputs<'_>) -> Self {
+    fn of(inputs: &Inputs<'_>, kv_storage: KvStorage) -> Self {
+        let [k, v] = kv_storage.shapes([&inputs.k, &inputs.v]);
         let of = |v: &TensorView<'_>| (v.dtype(), v.shape());
         let mask = |mask: &MaskView<'_>| (mask.kind(), mask.shape());
         Self {
             q: of(&inputs.q),
-            k: (inputs.k.codec(), inputs.k.shape()),
-            v: (inputs.v.codec(), inputs.v.shape()),
+            k: (inputs.k.codec(), k),
+            v: (inputs.v.codec(), v),
             page: inputs.tables.map(|tables| tables.page_size),
             tree: inputs.tree.as_ref().map(mask),
             mask: inputs.mask.as_ref().map(mask),
@@ -460,7 +469,7 @@ pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
 /// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` for cached sequences, plus the entries
 /// of each shared prefix.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
-    let given = InputShapes::of(inputs);
+    let given = InputShapes::of(inputs, problem.kv_storage());
     given.check(problem)?;
     if problem.kv_storage() == KvStorage::KeyColumns && !inputs.v.is_first_columns_of(&inputs.k) {
         return Err(RunError::NotKeyColumns);

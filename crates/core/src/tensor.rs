@@ -282,17 +282,25 @@ impl<'a> TensorView<'a> {
     /// # use flashtile::TensorView;
     /// let rows = vec![0.5f32; 3 * 24];
     /// let k = TensorView::bhsd(&rows, [1, 1, 3, 24])?;
-    /// let v = k.first_columns(16);
+    /// let v = k.first_columns(16)?;
     /// assert_eq!((v.shape(), v.strides()), ([1, 1, 3, 16], k.strides()));
     /// # Ok::<(), flashtile::ViewError>(())
     /// ```
     ///
-    /// # Panics
-    /// If rows have fewer elements.
-    #[must_use]
-    pub fn first_columns(&self, columns: usize) -> Self {
-        let [batch, heads, rows, dim] = self.shape;
-        assert!(columns <= dim, "the first {columns} elements of rows of {dim}");
+    /// # Errors
+    /// [`ViewError::TooSmall`] if rows have fewer elements.
+    pub fn first_columns(&self, columns: usize) -> Result<Self, ViewError> {
+        let [.., got] = self.shape;
+        if columns > got {
+            Err(ViewError::TooSmall { needed: columns, got })
+        } else {
+            Ok(self.columns(columns))
+        }
+    }
+
+    /// [`TensorView::first_columns`] of as many columns as rows have, or fewer.
+    pub(crate) const fn columns(&self, columns: usize) -> Self {
+        let [batch, heads, rows, _] = self.shape;
         Self { shape: [batch, heads, rows, columns], ..*self }
     }
 

@@ -21,7 +21,8 @@ impl MetalPlan {
     /// # Errors
     /// [`Unsupported::Device`] where the options ask for native kernels, which Metal has none of, or the facts have no cores;
     /// [`Unsupported::SharedMemory`], [`Unsupported::Threads`], [`Unsupported::Splits`], [`Unsupported::Tasks`],
-    /// [`Unsupported::Workspace`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
+    /// [`Unsupported::Workspace`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::KeyColumns`] and
+    /// [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &MetalFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         Self::plan(problem, facts, options, None)
     }

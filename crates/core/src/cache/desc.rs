@@ -168,10 +168,9 @@ impl CacheDesc {
         {
             return Err(CacheError::Dimension { name, got, max });
         }
-        self.kv_storage.check([self.head_dim, self.value_dim], [self.k, self.v])?;
-        let values_have_rows = self.kv_storage == KvStorage::Separate;
-        for (tensor, codec, dim) in [("k", self.k, self.head_dim), ("v", self.v, self.value_dim)] {
-            if !codec.supports(dim) && (tensor == "k" || values_have_rows) {
+        let rows = self.kv_storage.rows((self.k, self.head_dim), (self.v, self.value_dim));
+        for (tensor, codec, dim) in rows.map_err(CacheError::KeyColumns)? {
+            if !codec.supports(dim) {
                 return Err(CacheError::CodecDim { tensor, codec, dim });
             }
         }

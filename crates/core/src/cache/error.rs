@@ -27,8 +27,12 @@ pub enum CacheError {
         /// Elements of a row.
         dim: usize,
     },
-    /// Values that are columns of the keys were described, given or asked for in a way that cannot be.
+    /// Values cannot be columns of the keys.
     KeyColumns(KeyColumnsError),
+    /// Values are columns of the keys, and those given are not [`first_columns`](crate::codec::KvView::first_columns) of the keys given.
+    NotKeyColumns,
+    /// Values are columns of the keys: there are no rows of their own to give.
+    NoValueRows,
     /// The pools of the cache are too large to be addressed.
     SizeOverflow {
         /// Number of layers.
@@ -228,12 +232,8 @@ pub enum CacheError {
         /// The codec of the snapshot.
         got: Codec,
     },
-}
-
-impl From<KeyColumnsError> for CacheError {
-    fn from(error: KeyColumnsError) -> Self {
-        Self::KeyColumns(error)
-    }
+    /// The snapshot and the cache differ in their [`KvStorage`](crate::problem::KvStorage).
+    SnapshotStorage,
 }
 
 impl fmt::Display for CacheError {
@@ -244,6 +244,8 @@ impl fmt::Display for CacheError {
                 write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
             }
             Self::KeyColumns(error) => error.fmt(f),
+            Self::NotKeyColumns => f.write_str("v is not the first columns of k, as the cache stores it"),
+            Self::NoValueRows => f.write_str("values are columns of the keys: v has no rows of its own"),
             Self::SizeOverflow { layers, pool } => {
                 write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
             }
@@ -301,15 +303,14 @@ impl fmt::Display for CacheError {
             Self::Shape { tensor, expected, got } => {
                 write!(f, "{tensor} has shape {got:?}, expected {expected:?}")
             }
-            Self::Tokens { seq, got, len } => {
-                write!(f, "write of {got} tokens to {seq}, which has {len}")
-            }
+            Self::Tokens { seq, got, len } => write!(f, "write of {got} tokens to {seq}, which has {len}"),
             Self::Position { seq, got, min, max } => {
                 write!(f, "position {got} of {seq} is outside {min}..={max}")
             }
             Self::SnapshotDimension { name, expected, got } => {
                 write!(f, "snapshot has {name} {got}, expected {expected}")
             }
+            Self::SnapshotStorage => f.write_str("snapshot stores values in another way than the cache"),
             Self::SnapshotCodec { tensor, expected, got } => {
                 write!(f, "snapshot has {tensor} as {got}, expected {expected}")
             }

@@ -10,7 +10,6 @@ use super::table::{PageCopy, RowRun, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;
-use crate::problem::KeyColumnsError;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
@@ -76,7 +75,8 @@ impl KvCache {
     /// An empty cache in main memory. Its pools start on cache lines and are zero; untouched pages take address space only.
     ///
     /// # Errors
-    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`] or [`CacheError::Memory`].
+    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::KeyColumns`], [`CacheError::SizeOverflow`] or
+    /// [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
         Self::with_store(HostStore::new(&desc)?)
@@ -90,7 +90,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`] (also if a slot has fewer rows than there are kept tokens),
-    /// [`CacheError::Codec`], [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::Codec`], [`CacheError::NotKeyColumns`], [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`],
     /// [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
     pub fn load(
         &mut self,
@@ -101,12 +101,13 @@ impl KvCache {
     ) -> Result<(), CacheError> {
         self.desc.check_layer(layer)?;
         let kept = self.table.kept(seq)?;
-        let slots = [("k", k, self.desc.k, self.desc.head_dim), ("v", v, self.desc.v, self.desc.value_dim)];
-        for (tensor, slot, expected, dim) in slots {
+        let CacheDesc { k: k_codec, v: v_codec, head_dim, value_dim, kv_storage, .. } = self.desc;
+        let [k_shape, v_shape] = kv_storage.shapes([k, v]);
+        let slots = [("k", k, k_shape, k_codec, head_dim), ("v", v, v_shape, v_codec, value_dim)];
+        for (tensor, slot, got, expected, dim) in slots {
             if slot.codec() != expected {
                 return Err(CacheError::Codec { tensor, expected, got: slot.codec() });
             }
-            let got = slot.shape();
             let expected = [1, self.desc.kv_heads, got[2].max(kept.len()).max(1), dim];
             if got != expected {
                 return Err(CacheError::Shape { tensor, expected, got });
@@ -114,7 +115,7 @@ impl KvCache {
         }
         let of = &self.store.layers[layer];
         if of.v.is_none() && !v.is_first_columns_of(k) {
-            return Err(KeyColumnsError::OtherMemory.into());
+            return Err(CacheError::NotKeyColumns);
         }
         let mean_of = |slot: &KvView<'_>| match slot {
             KvView::Elements(_) => None,
@@ -142,7 +143,7 @@ impl KvCache {
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] if more tokens are kept than the
-    /// slot has rows, [`CacheError::KeyColumns`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// slot has rows, [`CacheError::NoValueRows`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
     /// [`CacheError::Memory`].
     pub fn slot(
         &self,
@@ -157,7 +158,7 @@ impl KvCache {
         let (tensor, pool, codec, dim) = match side {
             Side::Keys => ("k", &of.k, self.desc.k, self.desc.head_dim),
             Side::Values => {
-                let pool = of.v.as_ref().ok_or(KeyColumnsError::NoRows)?;
+                let pool = of.v.as_ref().ok_or(CacheError::NoValueRows)?;
                 ("v", pool, self.desc.v, self.desc.value_dim)
             }
         };
@@ -319,7 +320,7 @@ impl<S: PageStore> KvCache<S> {
     /// shared with another sequence are copied before they are written, in all layers.
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::KeyColumns`], [`CacheError::Row`], [`CacheError::Tokens`],
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::NotKeyColumns`], [`CacheError::Row`], [`CacheError::Tokens`],
     /// [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`],
     /// [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
     pub fn write(
@@ -473,8 +474,8 @@ impl<S: PageStore> KvCache<S> {
     /// the mean to give to [`KvCache::set_key_mean`] of a new cache.
     ///
     /// # Errors
-    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
-    /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotStorage`], [`CacheError::SnapshotMean`],
+    /// [`CacheError::Capacity`], [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, S::Error> {
         snapshot.check(&self.desc)?;
         for (layer, mean) in snapshot.means.iter().enumerate() {

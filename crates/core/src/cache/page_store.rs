@@ -30,7 +30,7 @@ pub trait PageStore {
     /// Checks rows of a layer before anything changes, as far as the store can.
     ///
     /// # Errors
-    /// [`CacheError::Row`].
+    /// [`CacheError::Row`], and [`CacheError::NotKeyColumns`] where values are columns of the keys.
     fn check(&self, layer: usize, k: &Self::Rows<'_>, v: &Self::Rows<'_>) -> Result<(), Self::Error>;
 
     /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are encoded.
@@ -79,7 +79,8 @@ pub trait PageStore {
         v: &mut Self::RowsMut<'_>,
     ) -> Result<(), Self::Error>;
 
-    /// Copies `tokens` rows to bytes: `[layers]` of K `[kv_heads, tokens, row]` and V `[kv_heads, tokens, row]`.
+    /// Copies `tokens` rows to bytes: `[layers]` of K `[kv_heads, tokens, row]` and, where values have rows of their own, V `[kv_heads,
+    /// tokens, row]`.
     ///
     /// # Errors
     /// Errors of the store's memory.

@@ -5,7 +5,7 @@ use super::error::CacheError;
 use super::table::reserve;
 use crate::codec::Codec;
 use crate::limits::MAX_LEN;
-use crate::problem::{KeyColumnsError, KvStorage};
+use crate::problem::KvStorage;
 use std::ops::Range;
 
 /// The first bytes of a snapshot: magic, version, and the byte order of the machine that wrote it.
@@ -36,7 +36,7 @@ pub struct Snapshot {
     /// Dimensions and codecs of the rows; the layout does not matter.
     pub(super) desc: CacheDesc,
     pub(super) kept: Range<usize>,
-    /// `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`.
+    /// `[layers]` of K `[kv_heads, kept, row]` and, where values have rows of their own, V `[kv_heads, kept, row]`.
     pub(super) bytes: Vec<u8>,
     /// `[layers]`: means that were subtracted from the keys.
     pub(super) means: Vec<Option<Vec<f32>>>,
@@ -67,8 +67,8 @@ impl Snapshot {
         self.bytes.len()
     }
 
-    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`, each row in its codec's
-    /// format.
+    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and, where values have rows of their own, V `[kv_heads, kept, row]`, each
+    /// row in its codec's format.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
@@ -124,7 +124,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
-    /// [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`], [`CacheError::MeanNotFinite`] or
+    /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`], [`CacheError::MeanNotFinite`] or
     /// [`CacheError::Memory`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         let got = bytes.len();
@@ -227,7 +227,7 @@ impl Snapshot {
             }
         }
         if self.desc.kv_storage != desc.kv_storage {
-            return Err(KeyColumnsError::Snapshot.into());
+            return Err(CacheError::SnapshotStorage);
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::codec::{CodePages, Codec, KvView, Side, convert};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
-use crate::problem::{KeyColumnsError, KvStorage};
+use crate::problem::KvStorage;
 use crate::tensor::dense;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -254,7 +254,7 @@ impl Layer {
     /// Keys and values as inputs of attention.
     pub(super) fn kv_views(&self) -> (KvView<'_>, KvView<'_>) {
         let k = self.k.kv_view();
-        (k, self.v.as_ref().map_or_else(|| k.first_columns(self.value_dim), Pool::kv_view))
+        (k, self.v.as_ref().map_or_else(|| k.columns(self.value_dim), Pool::kv_view))
     }
 
     /// The pools: of keys, then of values that have rows of their own.
@@ -321,7 +321,7 @@ impl PageStore for HostStore {
     fn check(&self, layer: usize, k: &TensorView<'_>, v: &TensorView<'_>) -> Result<(), CacheError> {
         let of = &self.layers[layer];
         if of.v.is_none() && !v.is_first_columns_of(k) {
-            return Err(KeyColumnsError::OtherMemory.into());
+            return Err(CacheError::NotKeyColumns);
         }
         let refused = |tensor| {
             move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }

@@ -1,7 +1,7 @@
 //! Keys or values of a run: elements or quantized rows.
 
 use super::{Codec, CodesView};
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, ViewError};
 
 /// Keys or values of a run: elements of a tensor, or quantized rows in pages.
 #[derive(Debug, Clone, Copy)]
@@ -34,13 +34,30 @@ impl<'a> KvView<'a> {
     /// The first `columns` elements of every row, in the same memory: the values of
     /// [`KvStorage::KeyColumns`](crate::problem::KvStorage::KeyColumns).
     ///
-    /// # Panics
-    /// If rows have fewer elements.
-    #[must_use]
-    pub fn first_columns(&self, columns: usize) -> Self {
+    /// # Errors
+    /// [`ViewError::TooSmall`] if rows have fewer elements.
+    pub fn first_columns(&self, columns: usize) -> Result<Self, ViewError> {
+        let [.., got] = self.shape();
+        if columns > got {
+            Err(ViewError::TooSmall { needed: columns, got })
+        } else {
+            Ok(self.columns(columns))
+        }
+    }
+
+    /// [`KvView::first_columns`] of as many columns as rows have, or fewer.
+    pub(crate) const fn columns(&self, columns: usize) -> Self {
         match self {
-            Self::Elements(view) => Self::Elements(view.first_columns(columns)),
-            Self::Codes(codes) => Self::Codes(codes.first_columns(columns)),
+            Self::Elements(view) => Self::Elements(view.columns(columns)),
+            Self::Codes(codes) => Self::Codes(codes.columns(columns)),
+        }
+    }
+
+    /// [`KvView::shape`], of codes with as many columns as the stored rows have.
+    pub(crate) const fn stored_shape(&self) -> [usize; 4] {
+        match self {
+            Self::Elements(view) => view.shape(),
+            Self::Codes(codes) => codes.stored_shape(),
         }
     }
 

@@ -255,21 +255,22 @@ impl<'a> CodesView<'a> {
         self.codec
     }
 
-    /// `[pages, heads, page, dim]`.
+    /// `[pages, heads, page, dim]`. Means, coder and bytes are of whole stored rows, of which a view of
+    /// [first columns](super::KvView::first_columns) shows the first `dim` elements.
     #[must_use]
     pub const fn shape(&self) -> [usize; 4] {
         let [pages, heads, page, _] = self.shape;
         [pages, heads, page, self.columns]
     }
 
-    /// The first `columns` elements of every row.
-    ///
-    /// # Panics
-    /// If rows have fewer elements.
-    #[must_use]
-    pub fn first_columns(&self, columns: usize) -> Self {
-        assert!(columns <= self.columns, "the first {columns} elements of rows of {}", self.columns);
+    /// The first `columns` elements of every row, which has as many.
+    pub(crate) const fn columns(&self, columns: usize) -> Self {
         Self { columns, ..*self }
+    }
+
+    /// [`CodesView::shape`], with as many columns as the stored rows have.
+    pub(crate) const fn stored_shape(&self) -> [usize; 4] {
+        self.shape
     }
 
     /// Returns true if the rows are the first elements of the rows of `other`, in the same memory.

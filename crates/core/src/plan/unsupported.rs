@@ -48,7 +48,7 @@ pub enum Unsupported {
         /// The supported codec: elements of the problem's dtype.
         expected: Codec,
     },
-    /// The kernels need values in rows of their own.
+    /// The kernels of the backend need values in rows of their own.
     KeyColumns {
         /// Codec of the keys, whose first columns are the values.
         codec: Codec,
@@ -123,7 +123,7 @@ impl std::fmt::Display for Unsupported {
             Self::Device { why } => write!(f, "no plan for this device: {why}"),
             Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
             Self::KeyColumns { codec } => {
-                write!(f, "no kernel reads values that are columns of {codec} keys")
+                write!(f, "the backend reads no values that are columns of {codec} keys")
             }
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(

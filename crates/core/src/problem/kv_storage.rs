@@ -1,6 +1,6 @@
 //! Where values lie.
 
-use crate::codec::Codec;
+use crate::codec::{Codec, KvView};
 use std::fmt;
 
 /// Where the values of a problem or a cache lie: in rows of their own, or in the rows of the keys.
@@ -12,13 +12,13 @@ pub enum KvStorage {
     /// Keys and values have rows of their own.
     #[default]
     Separate,
-    /// A value is the first `value_dim` elements of its key, as in multi-head latent attention whose projections are absorbed
-    /// (`head_dim` 576, `value_dim` 512). A cache stores the row once. Values are given as a view of the keys
-    /// ([`KvView::first_columns`](crate::codec::KvView::first_columns)).
+    /// A value is the first `value_dim` elements of its key, as in multi-head latent attention with absorbed projections: DeepSeek-V3 has
+    /// a `head_dim` of 576 and a `value_dim` of 512, which is above [`MAX_HEAD_DIM`](crate::limits::MAX_HEAD_DIM) yet. A cache stores
+    /// the row once. Values are given as a view of the keys ([`KvView::first_columns`](crate::codec::KvView::first_columns)).
     KeyColumns,
 }
 
-/// Why values cannot be the columns of keys that they are said to be.
+/// Why values cannot be columns of the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeyColumnsError {
@@ -36,28 +36,30 @@ pub enum KeyColumnsError {
         /// Codec of the values.
         v: Codec,
     },
-    /// The values given are not the [first columns](crate::codec::KvView::first_columns) of the keys given.
-    OtherMemory,
-    /// The operation needs values in rows of their own.
-    NoRows,
-    /// They are in one of a snapshot and a cache, and not in the other.
-    Snapshot,
-    /// The device has no kernels that store them.
-    Device,
 }
 
 impl KvStorage {
-    /// Checks dimensions and codecs.
-    pub(crate) fn check(
+    /// Names, codecs and dimensions of the rows that are stored, for keys and values of these codecs and dimensions.
+    pub(crate) fn rows(
         self,
-        [head_dim, value_dim]: [usize; 2],
-        [k, v]: [Codec; 2],
-    ) -> Result<(), KeyColumnsError> {
-        match self {
-            Self::KeyColumns if value_dim > head_dim => Err(KeyColumnsError::Width { value_dim, head_dim }),
-            Self::KeyColumns if v != k => Err(KeyColumnsError::Codec { k, v }),
-            Self::KeyColumns | Self::Separate => Ok(()),
-        }
+        (k, head_dim): (Codec, usize),
+        (v, value_dim): (Codec, usize),
+    ) -> Result<impl Iterator<Item = (&'static str, Codec, usize)>, KeyColumnsError> {
+        let stored = match self {
+            Self::Separate => 2,
+            Self::KeyColumns if value_dim > head_dim => {
+                return Err(KeyColumnsError::Width { value_dim, head_dim });
+            }
+            Self::KeyColumns if v != k => return Err(KeyColumnsError::Codec { k, v }),
+            Self::KeyColumns => 1,
+        };
+        Ok([("k", k, head_dim), ("v", v, value_dim)].into_iter().take(stored))
+    }
+
+    /// Shapes of keys and values as kernels decode them: the columns of keys that are values, and otherwise whole rows, of which a view
+    /// may show fewer columns.
+    pub(crate) const fn shapes(self, [k, v]: [&KvView<'_>; 2]) -> [[usize; 4]; 2] {
+        [k.stored_shape(), if matches!(self, Self::KeyColumns) { v.shape() } else { v.stored_shape() }]
     }
 }
 
@@ -69,10 +71,6 @@ impl fmt::Display for KeyColumnsError {
                 write!(f, "value_dim {value_dim} is above head_dim {head_dim}")
             }
             Self::Codec { k, v } => write!(f, "v is {v} and k is {k}"),
-            Self::OtherMemory => f.write_str("v is not a view of the first columns of k"),
-            Self::NoRows => f.write_str("the operation needs values in rows of their own"),
-            Self::Snapshot => f.write_str("only in one of the snapshot and the cache"),
-            Self::Device => f.write_str("the device has no kernels that store them"),
         }
     }
 }

@@ -269,18 +269,18 @@ impl Problem {
 fn check_codecs(desc: &ProblemDesc) -> Result<(), ProblemError> {
     let plain = Codec::of(desc.dtype);
     let k_codec = desc.k_codec.unwrap_or(plain);
-    let (v_codec, values_have_rows) = match desc.kv_storage {
-        KvStorage::Separate => (desc.v_codec.unwrap_or(plain), true),
-        KvStorage::KeyColumns => (desc.v_codec.unwrap_or(k_codec), false),
-    };
+    let v_codec = desc.v_codec.unwrap_or(match desc.kv_storage {
+        KvStorage::Separate => plain,
+        KvStorage::KeyColumns => k_codec,
+    });
     let Dims { head_dim, value_dim, .. } = desc.dims;
-    desc.kv_storage.check([head_dim, value_dim], [k_codec, v_codec]).map_err(ProblemError::KeyColumns)?;
+    let rows = desc.kv_storage.rows((k_codec, head_dim), (v_codec, value_dim));
     let is_cached = matches!(desc.sequences, Sequences::Cached { .. });
-    for (tensor, codec, dim) in [("k", k_codec, head_dim), ("v", v_codec, value_dim)] {
+    for (tensor, codec, dim) in rows.map_err(ProblemError::KeyColumns)? {
         if !is_cached && codec != plain {
             return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
         }
-        if !codec.supports(dim) && (tensor == "k" || values_have_rows) {
+        if !codec.supports(dim) {
             return Err(ProblemError::CodecDim { tensor, codec, dim });
         }
     }

@@ -65,8 +65,8 @@ impl CudaPlan {
     /// where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
     /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into
     /// more work tiles than a plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable.
-    /// Portable kernels also refuse by [`Unsupported::Position`], [`Unsupported::Size`] and
-    /// [`Unsupported::SkipTiles`].
+    /// [`Unsupported::KeyColumns`] where values are columns of the keys. Portable kernels also refuse by
+    /// [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let portable = Self::takes_portable(problem, facts, options)?;
         let kernels = if portable {

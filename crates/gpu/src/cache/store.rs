@@ -6,7 +6,8 @@ use super::rows::{GpuRows, GpuRowsMut};
 use crate::tensors::GpuKv;
 use flashtile_core::cache::{CacheDesc, CacheError, PageCopy, PageStore, RowRun};
 use flashtile_core::codec::Side;
-use flashtile_core::problem::{KeyColumnsError, KvStorage};
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::KvStorage;
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -50,7 +51,7 @@ impl<D: HostAccess> GpuStore<D> {
     ///
     /// # Errors
     /// [`StoreError::Cache`] where the description is refused, [`StoreError::Unsupported`] where no kernel encodes its codec and
-    /// dimension, [`StoreError::Launch`] where the device lacks the memory.
+    /// dimension or values are columns of the keys, [`StoreError::Launch`] where the device lacks the memory.
     pub fn new(device: D, desc: &CacheDesc) -> Result<Self, StoreError<D::Error>> {
         Self::with_native(device, desc, None)
     }
@@ -66,7 +67,7 @@ impl<D: HostAccess> GpuStore<D> {
     ) -> Result<Self, StoreError<D::Error>> {
         desc.validate()?;
         if desc.kv_storage == KvStorage::KeyColumns {
-            return Err(CacheError::from(KeyColumnsError::Device).into());
+            return Err(Unsupported::KeyColumns { codec: desc.k }.into());
         }
         let [k, v] = desc.pools();
         let limits = device.limits();
