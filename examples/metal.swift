@@ -39,9 +39,9 @@ struct Manifest: Decodable {
         let index: Int
         let name, type: String
     }
-    /// Sixteens of query rows of a team, SIMD groups, and SIMD groups of a team.
+    /// A team has 16 query rows for each of its row tiles.
     struct Generics: Decodable {
-        let M, S, W: Int
+        let ROW_TILES, SIMD_GROUPS, TEAM_SIMDS: Int
     }
     struct Instance: Decodable {
         let entry, source: String
@@ -62,7 +62,8 @@ let device = MTLCreateSystemDefaultDevice()!
 
 // One sequence: elements [heads, tokens, dim] of f32.
 let (heads, tokens, dim) = (8, 500, 64)
-let rows = 16 * instance.generics.M * instance.generics.S / instance.generics.W
+let generics = instance.generics
+let rows = 16 * generics.ROW_TILES * generics.SIMD_GROUPS / generics.TEAM_SIMDS
 let tiles = (tokens + rows - 1) / rows
 
 // Conditions of the kernel are in the manifest: this one says that rows begin at multiples of 16 bytes.

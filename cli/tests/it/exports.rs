@@ -215,7 +215,7 @@ fn prefill_is_launched_by_the_manifest() {
     let manifest = manifest(&files);
     let instance = &rows(&manifest, "instances")[0];
     let number = |name: &str| instance["generics"][name].as_u64().unwrap() as usize;
-    let tile = 16 * number("M") * number("S") / number("W");
+    let tile = 16 * number("ROW_TILES") * number("SIMD_GROUPS") / number("TEAM_SIMDS");
     let tiles = usize::div_ceil(len, tile);
 
     // Parameters at the offsets of the manifest; the others are 0.

@@ -134,6 +134,7 @@ impl Prepared {
 
     /// Replaces the plan by one without a [`difference`](Self::difference).
     pub(super) fn replace(&mut self, plan: CudaPlan) -> Result<(), CudaError> {
+        debug_assert_eq!(self.difference(&plan), None);
         self.plan = plan;
         self.write(true)
     }

@@ -6,7 +6,8 @@
 pub struct CudaKernel {
     /// `cuda-{prefill|decode}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. The variant of a native kernel is
     /// `mma{rows}x{keys}` or `wgmma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are
-    /// modified; that of a portable one is said at [`PortableKernel`](flashtile_gpu::portable_kernel::PortableKernel).
+    /// modified. The variant of a portable kernel is `portable`, then `-{codec}` or `-{k_codec}+{v_codec}` in place of the dtype where rows
+    /// are stored so, and `-paged`, `-bias` or `-mask`.
     pub name: String,
     /// True if the kernel is written in the kernel language and printed as CUDA; otherwise it is CUDA C++.
     pub is_portable: bool,

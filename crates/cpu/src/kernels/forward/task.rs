@@ -1,4 +1,4 @@
-//! One task: its geometry, and the order in which its phases run.
+//! One task: the order in which its phases run.
 //!
 //! A task computes some query rows of one key/value head over some blocks of keys. For each block and each tile of rows that
 //! sees it, four phases follow each other: scores (`q . k`), probabilities (bias, mask and softmax numerator of the block),

@@ -1,7 +1,7 @@
 //! Quantized keys and values: the rows of a head, and their decoding to the place where a block of elements is packed.
 //!
 //! After decoding, they are treated like elements. Codes that the instruction set can multiply in place
-//! ([`products::code_block`](super::products)) are multiplied in place instead: by integer
+//! ([`code_block`](crate::kernels::forward::products::code_block)) are multiplied in place instead: by integer
 //! products in tasks of any number of rows, by f32 products only for sequences with few rows.
 
 #![allow(unsafe_code)]

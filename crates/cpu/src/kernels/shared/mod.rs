@@ -1,4 +1,4 @@
-//! The parts of kernels that passes share: the rows of a task, their scores, and products of tiles.
+//! Scores and what they need, which depends on neither softmax nor values: the rows of a task, packing, products of tiles.
 
 pub(crate) mod codes;
 pub(crate) mod gemm;

@@ -1,4 +1,4 @@
-//! The rows of a task: which queries they are, which keys they see, and where their scores lie. Forward and backward share it.
+//! The rows of a task: which queries they are, which keys they see, and where their scores lie.
 
 #![allow(unsafe_code)]
 
@@ -61,7 +61,7 @@ pub(crate) struct ScoreTask<'a> {
     /// Query heads of a key/value head.
     pub(crate) gqa_group: usize,
     pub(crate) memory: ScoreMemory,
-    /// True if keys are read in place, and not packed.
+    /// True if keys are elements that are read in place.
     pub(crate) streams_keys: bool,
     /// Set once the packed query of some row has another factor than the scale of the scores
     /// ([`ScaleFactors`](super::scale::ScaleFactors)).
@@ -177,7 +177,7 @@ impl SeenKeys<'_> {
 }
 
 impl<'a> ScoreTask<'a> {
-    /// The task of some rows. Keys are packed unless [`ScoreTask::streams_keys`] is set.
+    /// The task of some rows, which does not stream its keys yet.
     pub(crate) fn new(run: &'a RunInputs<'a>, rows: Rows, memory: ScoreMemory) -> Self {
         Self {
             run,

@@ -210,7 +210,8 @@ pub(crate) fn whole_columns<S: Simd, P: Products<S>>(tile: &Tile) -> Range<usize
 }
 
 /// Applies softcap, bias and masks to the scores of a tile, and hides the columns that a query does not see, up to [`whole_columns`]. Returns
-/// the factor that brings the scores to units of log2.
+/// the factor that brings the scores to units of log2. Without a softcap the scores lack [`ScoreTask::mean_scores`], a constant of each row,
+/// which the caller adds.
 ///
 /// # Safety
 /// As [`Simd`]; the scores are there.

@@ -27,7 +27,7 @@ pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
 /// [`pack_values`] of quantized values.
 ///
 /// # Safety
-/// As [`pack_values`].
+/// The values exist, `dst` is valid for their rows in whole steps of a product, and rows of `dst` follow one another without a gap.
 pub(crate) unsafe fn pack_value_codes(task: &ScoreTask<'_>, first: usize, keys: &Range<usize>, dst: MatMut) {
     let v = task.value_codes();
     // SAFETY: the caller's contract.

@@ -40,12 +40,18 @@ pub const fn row_words(product: ScalarType, format: u32, dim: usize) -> usize {
     if copies(product, format, dim) { 4 } else { lane_words(format, dim, 8) }
 }
 
-/// How often a thread of `simds` SIMD groups loads [`row_words`] for a block of `16 * sixteens` rows.
-pub const fn row_turns(product: ScalarType, format: u32, dim: usize, sixteens: usize, simds: usize) -> usize {
+/// How often a thread of `simd_groups` SIMD groups loads [`row_words`] for a block of `16 * key_tiles` rows.
+pub const fn row_turns(
+    product: ScalarType,
+    format: u32,
+    dim: usize,
+    key_tiles: usize,
+    simd_groups: usize,
+) -> usize {
     if copies(product, format, dim) {
-        (sixteens * first_bytes(format, dim as u32) as usize).div_ceil(32 * simds)
+        (key_tiles * first_bytes(format, dim as u32) as usize).div_ceil(32 * simd_groups)
     } else {
-        (4 * sixteens).div_ceil(simds)
+        (4 * key_tiles).div_ceil(simd_groups)
     }
 }
 
@@ -64,41 +70,45 @@ pub const fn key_blocks(format: u32) -> usize {
     if is_mlx(format) { 2 } else { 1 }
 }
 
-/// Scales of a block of `16 * sixteens` rows.
-pub const fn block_scales(format: u32, dim: usize, sixteens: usize) -> usize {
+/// Scales of a block of `16 * key_tiles` rows.
+pub const fn block_scales(format: u32, dim: usize, key_tiles: usize) -> usize {
     if has_half_norms(format, dim as u32) {
-        32 * sixteens
+        32 * key_tiles
     } else if is_codes(format) {
-        16 * sixteens
+        16 * key_tiles
     } else {
         0
     }
 }
 
-/// Rows that a team of `team` SIMD groups prepares, or rotates back, at a time: one for each of them, or for every other where threadgroup
-/// memory is scarce and there is one of the two `blocks`.
-pub const fn staged_rows(team: usize, blocks: usize) -> usize {
-    if blocks == 2 { team } else { team.div_ceil(2) }
+/// Rows that a team of `team_simds` SIMD groups prepares, or rotates back, at a time: one for each of them, or for every other where
+/// threadgroup memory is scarce and there is one of the two `kv_buffers`.
+pub const fn staged_rows(team_simds: usize, kv_buffers: usize) -> usize {
+    if kv_buffers == 2 { team_simds } else { team_simds.div_ceil(2) }
 }
 
-/// f32 of threadgroup memory in which the SIMD groups of teams of `team` exchange products of `16 * sixteens` rows with
-/// `16 * key_sixteens` keys, and before and after prepare queries and rotate outputs back, `staged` rows of `row` numbers a team.
+/// f32 of threadgroup memory in which the SIMD groups of teams of `team_simds` exchange products of `16 * row_tiles` rows with
+/// `16 * key_tiles` keys, and before and after prepare queries and rotate outputs back, `staged` rows of `row` numbers a team.
 pub const fn scratch_len(
-    sixteens: usize,
-    key_sixteens: usize,
-    simds: usize,
-    team: usize,
+    row_tiles: usize,
+    key_tiles: usize,
+    simd_groups: usize,
+    team_simds: usize,
     staged: usize,
     row: usize,
 ) -> usize {
-    let exchanged = if team > 1 { 256 * sixteens * key_sixteens } else { 0 };
-    larger(simds * exchanged, simds / team * staged * row)
+    let exchanged = if team_simds > 1 { 256 * row_tiles * key_tiles } else { 0 };
+    larger(simd_groups * exchanged, simd_groups / team_simds * staged * row)
 }
 
-/// Elements of the memory of values of `dim` coordinates in blocks of `16 * sixteens` rows, where they have memory of their own:
-/// `blocks` is 2. Otherwise as few as an array may have.
-pub const fn values_len(dim: usize, sixteens: usize, team: usize, blocks: usize) -> usize {
-    if blocks == 2 { 16 * sixteens * (block_columns(dim, team) + ROW_PADDING) } else { ROW_PADDING }
+/// Elements of the memory of values of `dim` coordinates in blocks of `16 * key_tiles` rows, where they have memory of their own:
+/// `kv_buffers` is 2. Otherwise as few as an array may have.
+pub const fn values_len(dim: usize, key_tiles: usize, team_simds: usize, kv_buffers: usize) -> usize {
+    if kv_buffers == 2 {
+        16 * key_tiles * (block_columns(dim, team_simds) + ROW_PADDING)
+    } else {
+        ROW_PADDING
+    }
 }
 
 /// Words of a run: the neighbouring columns that a lane stores at a time.

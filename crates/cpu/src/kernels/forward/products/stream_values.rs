@@ -16,12 +16,13 @@ use crate::simd::{Elem, Simd};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Products that multiply the probabilities of few rows by values that no whole block was packed of.
+/// Products of the probabilities of few rows with values, without packing a whole block: values are read in place, or packed a few keys
+/// at a time.
 ///
 /// # Safety
 /// As [`Products`].
 pub(crate) trait StreamValues<S: Simd>: Products<S> {
-    /// `p . v` of a tile of few rows with the values `columns`, elements of `E`, read in place. `columns` are whole key steps.
+    /// `p . v` of a tile of few rows with the values `columns`, elements of `E`. `columns` are whole key steps.
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
 }
 
