@@ -21,7 +21,7 @@ pub use backend_name::BackendName;
 pub use choice::Choice;
 pub use error::{BackendNameError, Error, Result};
 pub use runner::Runner;
-pub use step::{KvCacheExt, Step, StepTensors};
+pub use step::{CurrentRunner, KvCacheExt, Step, StepRunner, StepStore, StepTensors};
 
 pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};
@@ -170,13 +170,17 @@ pub mod simulator {
 pub mod gpu {
     //! Sessions and tensors of every GPU backend, for code that serves more than one: each takes the [`Engine`] of its device.
 
+    pub use crate::backends::gpu::GpuAttention;
     pub use flashtile_gpu::SessionError;
+    pub use flashtile_gpu::array::GpuArray;
+    pub use flashtile_gpu::cache::{GpuStore, StoreError};
     pub use flashtile_gpu::codecs::scalar_type;
     pub use flashtile_gpu::engine::{Engine, MemoryOf, PortableEngine};
     pub use flashtile_gpu::session::Session;
     pub use flashtile_gpu::tensors::{
         GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut, dtype_of,
     };
+    pub use flashtile_kernel::HostAccess;
 }
 
 #[cfg(feature = "gpu")]

@@ -1,17 +1,147 @@
 //! A step of a batch over a KV cache: every layer writes its rows and attends.
 
 use crate::attention::{Attention, SequencesRef};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
-use flashtile_core::cache::{CacheError, CacheLayout, KvCache, SeqId};
+use flashtile_core::cache::{CacheError, CacheLayout, HostStore, KvCache, PageStore, SeqId};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Outputs, RunError};
 use flashtile_core::problem::{ProblemDesc, QOffset, SeqLens};
 use flashtile_core::tensor::{TensorView, TensorViewMut};
+use std::fmt;
+
+/// Memory of a cache over which steps attend: main memory, or the memory of a device.
+pub trait StepStore: PageStore<Error: Into<Error>> {
+    /// Options of a layer: [`Attention`], or [`GpuAttention`](crate::gpu::GpuAttention), whose tensors lie where the rows do.
+    type Options<'a>: From<Attention<'a>>;
+    /// Tensors that a layer fills.
+    type Outputs<'a>;
+
+    /// True if its runners read a prefix that sequences share once.
+    #[doc(hidden)]
+    const READS_PREFIXES_ONCE: bool;
+
+    /// Query heads and dtype.
+    #[doc(hidden)]
+    fn query(q: &Self::Rows<'_>) -> Result<(usize, Dtype)>;
+
+    /// Refuses options that a step does not take.
+    #[doc(hidden)]
+    fn check_options(options: &Self::Options<'_>) -> Result<()>;
+
+    /// Sets everything but the sequences of a description.
+    #[doc(hidden)]
+    fn set(options: &Self::Options<'_>, desc: &mut ProblemDesc);
+
+    /// Outputs without logsumexp.
+    #[doc(hidden)]
+    fn outputs<'a>(out: &'a mut Self::RowsMut<'_>) -> Self::Outputs<'a>;
+}
+
+/// Computes the layers of a step: a [`Runner`] over a cache in main memory, a session of a device over a cache there.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not compute over a cache in `{S}`",
+    note = "a step over the memory of a device takes a session of the device: `cache.step(&batch)?.on(&mut session)`"
+)]
+pub trait StepRunner<S: StepStore> {
+    /// Attends to one layer of a cache.
+    ///
+    /// # Errors
+    /// The errors of [`Step::attend`].
+    #[doc(hidden)]
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, S>,
+        q: S::Rows<'_>,
+        options: &S::Options<'_>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()>;
+}
+
+/// One layer of a step, with the problem that it is.
+#[derive(Debug)]
+#[doc(hidden)]
+pub struct StepLayer<'a, S: PageStore> {
+    pub(crate) cache: &'a KvCache<S>,
+    pub(crate) index: usize,
+    pub(crate) desc: &'a ProblemDesc,
+    pub(crate) tables: &'a BlockTables,
+}
+
+/// The runner that a step has from the start: the [`Runner`] of the calling thread, or on CUDA the session that the thread keeps for the
+/// stream of the cache.
+#[derive(Debug, Clone, Copy, Default)]
+#[allow(clippy::exhaustive_structs)]
+pub struct CurrentRunner;
+
+impl StepStore for HostStore {
+    type Options<'a> = Attention<'a>;
+    type Outputs<'a> = Outputs<'a>;
+
+    const READS_PREFIXES_ONCE: bool = true;
+
+    fn query(q: &TensorView<'_>) -> Result<(usize, Dtype)> {
+        Ok((q.shape()[1], q.dtype()))
+    }
+
+    fn check_options(options: &Attention<'_>) -> Result<()> {
+        match options.sequences {
+            SequencesRef::Dense => Ok(()),
+            SequencesRef::Padded { .. } => Err(RunError::Unexpected { tensor: "kv_lens" }.into()),
+            SequencesRef::Packed { .. } => Err(RunError::Unexpected { tensor: "cu_seqlens" }.into()),
+        }
+    }
+
+    fn set(options: &Attention<'_>, desc: &mut ProblemDesc) {
+        options.set(desc);
+    }
+
+    fn outputs<'a>(out: &'a mut TensorViewMut<'_>) -> Outputs<'a> {
+        Outputs::new(out.reborrow())
+    }
+}
+
+impl StepRunner<HostStore> for Runner {
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, HostStore>,
+        q: TensorView<'_>,
+        options: &Attention<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<()> {
+        let mut inputs = layer.cache.inputs(layer.index, q, layer.tables)?;
+        (*options).set_inputs(&mut inputs);
+        self.run(layer.desc, &inputs, outputs)
+    }
+}
+
+impl StepRunner<HostStore> for CurrentRunner {
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, HostStore>,
+        q: TensorView<'_>,
+        options: &Attention<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<()> {
+        Runner::with_current(|runner| runner.attend(layer, q, options, outputs))
+    }
+}
+
+impl<S: StepStore, R: StepRunner<S>> StepRunner<S> for &mut R {
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, S>,
+        q: S::Rows<'_>,
+        options: &S::Options<'_>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()> {
+        (**self).attend(layer, q, options, outputs)
+    }
+}
 
 /// Steps over a [`KvCache`].
-pub trait KvCacheExt {
+pub trait KvCacheExt<S: StepStore = HostStore> {
     /// Begins a step: adds this many tokens to each listed sequence, for every layer to fill in and attend to.
     ///
     /// ```
@@ -35,11 +165,11 @@ pub trait KvCacheExt {
     /// # Errors
     /// [`Error::Cache`](crate::Error::Cache), as [`KvCache::extend`], and where a sequence gets more tokens than a ring holds; the cache is
     /// unchanged then.
-    fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>>;
+    fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_, S>>;
 }
 
-impl KvCacheExt for KvCache {
-    fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>> {
+impl<S: StepStore> KvCacheExt<S> for KvCache<S> {
+    fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_, S>> {
         Step::new(self, batch)
     }
 }
@@ -49,35 +179,77 @@ impl KvCacheExt for KvCache {
 /// listed them. [`TensorView::packed`] makes such views.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
-pub struct StepTensors<'a> {
+pub struct StepTensors<T> {
     /// Queries.
-    pub q: TensorView<'a>,
+    pub q: T,
     /// Keys of the new tokens.
-    pub k: TensorView<'a>,
+    pub k: T,
     /// Values of the new tokens.
-    pub v: TensorView<'a>,
+    pub v: T,
 }
 
 /// A step of a batch over a cache, begun by [`KvCacheExt::step`]. Dropped without [`Step::finish`], as by an
 /// error in a layer, it takes its tokens back: sequences have the lengths from before the step. Two effects
 /// of the step remain: tokens that a ring gave up for it, and the copy of a page that a fork began to write.
-#[derive(Debug)]
+///
+/// The cache lies in main memory, or on a device. There the tensors lie too, and work is enqueued: the step does not wait for it. One
+/// loop serves both:
+///
+/// ```
+/// use flashtile::cache::PageStore;
+/// use flashtile::{KvCache, KvCacheExt, SeqId, Step, StepRunner, StepStore, StepTensors};
+///
+/// fn token<S: StepStore>(
+///     cache: &mut KvCache<S>,
+///     runner: &mut impl StepRunner<S>, // a Runner, or a session of the device
+///     sequence: SeqId,
+///     layers: Vec<(StepTensors<S::Rows<'_>>, S::RowsMut<'_>)>,
+/// ) -> flashtile::Result<()> {
+///     let mut step = cache.step(&[(sequence, 1)])?.on(runner);
+///     for (layer, (StepTensors { q, k, v }, mut out)) in layers.into_iter().enumerate() {
+///         step.attend(layer, q, k, v, &mut out)?;
+///     }
+///     step.finish()
+/// }
+/// ```
 #[must_use = "a step that is dropped takes its tokens back"]
-pub struct Step<'c> {
-    cache: &'c mut KvCache,
-    batch: Vec<(SeqId, usize)>,
+pub struct Step<'c, S: StepStore = HostStore, R = CurrentRunner> {
+    tokens: NewTokens<'c, S>,
     lens: Vec<SeqLens>,
     tables: BlockTables,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
     /// True for each layer in which the rows of this step are stored.
     written: Vec<bool>,
-    /// The runner that computes, in place of the runner of the thread.
-    runner: Option<&'c mut Runner>,
+    runner: R,
 }
 
-impl<'c> Step<'c> {
-    fn new(cache: &'c mut KvCache, batch: &[(SeqId, usize)]) -> Result<Self> {
+impl<S: StepStore, R> fmt::Debug for Step<'_, S, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tokens, written, .. } = self;
+        f.debug_struct("Step").field("batch", &tokens.batch).field("written", written).finish_non_exhaustive()
+    }
+}
+
+/// The tokens that a step adds to sequences, which lose them again when it is dropped.
+struct NewTokens<'c, S: StepStore> {
+    cache: &'c mut KvCache<S>,
+    batch: Vec<(SeqId, usize)>,
+}
+
+impl<S: StepStore> Drop for NewTokens<'_, S> {
+    fn drop(&mut self) {
+        for &(seq, tokens) in &self.batch {
+            if let Ok(len) = self.cache.len(seq) {
+                let back = self.cache.truncate(seq, len - tokens);
+                debug_assert!(back.is_ok());
+            }
+        }
+    }
+}
+
+impl<'c, S: StepStore> Step<'c, S> {
+    fn new(cache: &'c mut KvCache<S>, batch: &[(SeqId, usize)]) -> Result<Self> {
         if let CacheLayout::Ring { capacity, .. } = cache.desc().layout
             && let Some(&(_, len)) = batch.iter().find(|(_, tokens)| *tokens > capacity)
         {
@@ -85,26 +257,21 @@ impl<'c> Step<'c> {
             return Err(CacheError::Capacity { len, capacity }.into());
         }
         let seqs: Vec<SeqId> = batch.iter().map(|&(seq, _)| seq).collect();
-        cache.extend(batch)?;
-        // From here on, an error drops the step, which takes the tokens back.
-        let mut step = Self {
-            batch: batch.to_vec(),
-            lens: Vec::new(),
-            tables: BlockTables::default(),
-            desc: None,
-            written: vec![false; cache.desc().layers],
-            runner: None,
-            cache,
-        };
+        cache.extend(batch).map_err(Into::into)?;
+        // From here on, an error takes the tokens back.
+        let tokens = NewTokens { batch: batch.to_vec(), cache };
         // Pages of the new tokens belong to their sequence alone, so that no later write moves them.
-        step.tables = step.cache.tables(&seqs)?;
-        let lens = step.batch.iter().zip(&step.tables.lens);
-        step.lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
-        Ok(step)
+        let tables = tokens.cache.tables(&seqs).map_err(Into::into)?;
+        let lens = batch.iter().zip(&tables.lens);
+        let lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
+        let written = vec![false; tokens.cache.desc().layers];
+        Ok(Self { tokens, lens, tables, desc: None, written, runner: CurrentRunner })
     }
+}
 
-    /// Computes on this runner instead of the one that the calling thread keeps: with its instruction set, number of threads, plans
-    /// and workspace.
+impl<'c, S: StepStore, R> Step<'c, S, R> {
+    /// Computes on this runner instead of the one that the calling thread keeps: a [`Runner`], with its instruction set, number of threads,
+    /// plans and workspace, or a session of the device of the cache, on the stream or queue of the cache.
     ///
     /// ```
     /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache, KvCacheExt, Runner, TensorView, TensorViewMut};
@@ -119,16 +286,17 @@ impl<'c> Step<'c> {
     /// step.finish()?;
     /// # Ok::<(), flashtile::Error>(())
     /// ```
-    pub fn on(mut self, runner: &'c mut Runner) -> Self {
-        self.runner = Some(runner);
-        self
+    pub fn on<T: StepRunner<S>>(self, runner: &'c mut T) -> Step<'c, S, &'c mut T> {
+        let Self { tokens, lens, tables, desc, written, .. } = self;
+        Step { tokens, lens, tables, desc, written, runner }
     }
 
     /// Stores the rows of a layer, and attends causally to them and to the rows that the cache holds:
-    /// [`StepTensors`] give out `[1, q_heads, new tokens, value_dim]`.
+    /// [`StepTensors`] give out `[1, q_heads, new tokens, value_dim]`. In a cache whose values are columns of the keys, v is
+    /// [`k.first_columns(value_dim)`](TensorView::first_columns).
     ///
-    /// Prefixes that neighbours of the batch have in common are read once where rows are elements. Over codes this could change
-    /// bits: use [`ProblemDesc::prefixes`] and [`Runner::run`](crate::Runner::run) there.
+    /// Prefixes that neighbours of the batch have in common are read once where rows are elements in main memory. Over codes this could
+    /// change bits: use [`ProblemDesc::prefixes`] and [`Runner::run`](crate::Runner::run) there.
     ///
     /// # Errors
     /// [`Error::Cache`](crate::Error::Cache) as [`KvCache::write`], and the errors of [`attention`](crate::attention), by when the rows of the
@@ -136,54 +304,71 @@ impl<'c> Step<'c> {
     pub fn attend(
         &mut self,
         layer: usize,
-        q: TensorView<'_>,
-        k: TensorView<'_>,
-        v: TensorView<'_>,
-        out: &mut TensorViewMut<'_>,
-    ) -> Result<()> {
-        let outputs = &mut Outputs::new(out.reborrow());
-        self.attend_with(layer, StepTensors { q, k, v }, &Attention::decode(), outputs)
+        q: S::Rows<'_>,
+        k: S::Rows<'_>,
+        v: S::Rows<'_>,
+        out: &mut S::RowsMut<'_>,
+    ) -> Result<()>
+    where
+        R: StepRunner<S>,
+    {
+        self.write(layer, &k, &v)?;
+        self.attend_to(layer, q, &Attention::decode().into(), &mut S::outputs(out))
     }
 
     /// [`Step::attend`] with options of the layer, such as a window, a softcap, sinks or a mask, and with the logsumexp where
-    /// [`Outputs`] ask for it. Without an offset, each token sits at its place in its sequence.
+    /// the outputs ask for it. Without an offset, each token sits at its place in its sequence.
     ///
     /// # Errors
     /// As [`Step::attend`]; [`Error::Run`](crate::Error::Run) where the options have lengths of their own.
     pub fn attend_with<'a>(
         &mut self,
         layer: usize,
-        tensors: StepTensors<'a>,
-        options: &Attention<'a>,
-        outputs: &mut Outputs<'_>,
-    ) -> Result<()> {
-        match options.sequences {
-            SequencesRef::Dense => {}
-            SequencesRef::Padded { .. } => return Err(RunError::Unexpected { tensor: "kv_lens" }.into()),
-            SequencesRef::Packed { .. } => return Err(RunError::Unexpected { tensor: "cu_seqlens" }.into()),
-        }
+        tensors: StepTensors<S::Rows<'a>>,
+        options: &S::Options<'a>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()>
+    where
+        R: StepRunner<S>,
+    {
         let StepTensors { q, k, v } = tensors;
-        self.cache.write(layer, &self.batch, &k, &v)?;
+        S::check_options(options)?;
+        self.write(layer, &k, &v)?;
+        self.attend_to(layer, q, options, outputs)
+    }
+
+    fn write(&mut self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<()> {
+        let NewTokens { cache, batch } = &mut self.tokens;
+        cache.write(layer, batch, k, v).map_err(Into::into)?;
         self.written[layer] = true;
-        let [_, q_heads, _, _] = q.shape();
-        let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, q.dtype());
-        let mut desc = self.desc.take().filter(is).unwrap_or_else(|| self.describe(q_heads, q.dtype()));
-        options.set(&mut desc);
-        desc.q_offset = options.q_offset.or(Some(QOffset::BottomRight));
-        let desc = self.desc.insert(desc);
-        let mut inputs = self.cache.inputs(layer, q, &self.tables)?;
-        (*options).set_inputs(&mut inputs);
-        match &mut self.runner {
-            Some(runner) => runner.run(desc, &inputs, outputs),
-            None => Runner::with_current(|runner| runner.run(desc, &inputs, outputs)),
-        }
+        Ok(())
+    }
+
+    fn attend_to(
+        &mut self,
+        layer: usize,
+        q: S::Rows<'_>,
+        options: &S::Options<'_>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()>
+    where
+        R: StepRunner<S>,
+    {
+        let (q_heads, dtype) = S::query(&q)?;
+        let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, dtype);
+        let mut desc = self.desc.take().filter(is).unwrap_or_else(|| self.describe(q_heads, dtype));
+        S::set(options, &mut desc);
+        desc.q_offset = desc.q_offset.or(Some(QOffset::BottomRight));
+        let desc = &*self.desc.insert(desc);
+        let layer = StepLayer { cache: &*self.tokens.cache, index: layer, desc, tables: &self.tables };
+        self.runner.attend(layer, q, options, outputs)
     }
 
     /// The step without options.
     fn describe(&self, q_heads: usize, dtype: Dtype) -> ProblemDesc {
-        let cache = self.cache.desc();
+        let cache = self.tokens.cache.desc();
         let mut desc = ProblemDesc::over(cache, q_heads, dtype, &self.lens);
-        if [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
+        if S::READS_PREFIXES_ONCE && [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
             desc.prefixes = self.tables.shared_prefixes(1);
         }
         desc
@@ -195,13 +380,13 @@ impl<'c> Step<'c> {
     /// [`Error::Cache`](crate::Error::Cache) with [`CacheError::LayerNotWritten`] where the rows of a layer were not stored; the step takes its
     /// tokens back then.
     pub fn finish(mut self) -> Result<()> {
-        let has_tokens = self.batch.iter().any(|&(_, tokens)| tokens > 0);
+        let has_tokens = self.tokens.batch.iter().any(|&(_, tokens)| tokens > 0);
         if let Some(layer) = self.written.iter().position(|written| !written)
             && has_tokens
         {
             return Err(CacheError::LayerNotWritten { layer }.into());
         }
-        self.batch.clear();
+        self.tokens.batch.clear();
         Ok(())
     }
 
@@ -210,15 +395,20 @@ impl<'c> Step<'c> {
     pub fn lens(&self) -> &[SeqLens] {
         &self.lens
     }
-}
 
-impl Drop for Step<'_> {
-    fn drop(&mut self) {
-        for &(seq, tokens) in &self.batch {
-            if let Ok(len) = self.cache.len(seq) {
-                let back = self.cache.truncate(seq, len - tokens);
-                debug_assert!(back.is_ok(), "{back:?}");
-            }
-        }
+    /// The position of each new token in its sequence, in the order of the rows of q: what rotary embeddings need.
+    ///
+    /// ```
+    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache, KvCacheExt};
+    /// # let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+    /// # let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Contiguous { slots: 2, capacity: 8 }, shape, Codec::F32))?;
+    /// # let (a, b) = (cache.create()?, cache.create()?);
+    /// cache.extend(&[(a, 5)])?;
+    /// let step = cache.step(&[(a, 1), (b, 3)])?;
+    /// assert_eq!(step.positions().collect::<Vec<_>>(), [5, 0, 1, 2]);
+    /// # Ok::<(), flashtile::Error>(())
+    /// ```
+    pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
+        self.lens.iter().flat_map(|lens| lens.kv_len - lens.q_len..lens.kv_len)
     }
 }

@@ -1,16 +1,17 @@
 //! CUDA devices.
 
-use super::gpu::host_seconds;
+use super::gpu::{GpuAttention, host_seconds};
 use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
 use crate::error::{Error, Result};
 use crate::presence::{Candidate, Presence};
+use crate::step::{CurrentRunner, StepLayer, StepRunner};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
 use flashtile_cuda::limits::{self, ProductUnit};
 use flashtile_cuda::plan::{CudaPlan, machines};
-use flashtile_cuda::{Cuda, CudaError, Gpu};
+use flashtile_cuda::{Cuda, CudaError, CudaStore, Gpu, GpuOutputs, GpuTensor, Memory, with_session};
 use std::sync::Arc;
 
 pub(crate) fn count() -> Result<usize> {
@@ -157,5 +158,18 @@ impl From<CudaError> for Error {
             CudaError::KvCache(error) => Self::Cache(error),
             error => Self::device(error),
         }
+    }
+}
+
+impl StepRunner<CudaStore> for CurrentRunner {
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, CudaStore>,
+        q: GpuTensor<'_, Memory>,
+        options: &GpuAttention<'_, Memory>,
+        outputs: &mut GpuOutputs<'_, Memory>,
+    ) -> Result<()> {
+        let stream = layer.cache.store().device().stream().clone();
+        with_session(&stream, |session| session.attend(layer, q, options, outputs))?
     }
 }

@@ -1,13 +1,19 @@
-//! Shared by the backends of GPUs: sessions over host tensors, and errors.
+//! Shared by the backends of GPUs: sessions over host tensors, steps over caches of a device, and errors.
 
+use crate::attention::Attention;
 use crate::backend::HostSession;
 use crate::error::{Error, Result};
-use flashtile_core::inputs::{Inputs, Outputs};
+use crate::step::{StepLayer, StepRunner, StepStore};
+use flashtile_core::cache::HostStore;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::{Inputs, Outputs, RunError};
 use flashtile_core::problem::ProblemDesc;
 use flashtile_gpu::SessionError;
-use flashtile_gpu::cache::StoreError;
+use flashtile_gpu::cache::{GpuStore, StoreError};
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::session::Session;
+use flashtile_gpu::tensors::{GpuInputs, GpuMask, GpuOutputs, GpuTensor, GpuTensorMut, dtype_of};
+use flashtile_kernel::{HostAccess, View};
 use std::error::Error as StdError;
 use std::fmt;
 use std::time::Instant;
@@ -56,5 +62,95 @@ impl<E: StdError + Send + Sync + 'static> From<StoreError<E>> for Error {
             Ok(error) => error.into(),
             Err(error) => Self::Cache(error),
         }
+    }
+}
+
+/// [`Attention`] whose tensors lie in the memory of a device: the options of a layer in a [`Step`](crate::Step) over a cache there.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GpuAttention<'a, M> {
+    /// Visibility, offset, scale and softcap. Its mask, slopes, sinks and sequences must be unset.
+    pub options: Attention<'a>,
+    /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[sequences, q_heads, longest q_len, longest kv_len]`.
+    pub mask: Option<GpuMask<'a, M>>,
+    /// ALiBi slopes `[q_heads]`, f32.
+    pub alibi_slopes: Option<View<'a, M>>,
+    /// Logits `[q_heads]` that join the denominator of the softmax, f32.
+    pub sinks: Option<View<'a, M>>,
+}
+
+impl<M> Clone for GpuAttention<'_, M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<M> Copy for GpuAttention<'_, M> {}
+
+impl<'a, M> From<Attention<'a>> for GpuAttention<'a, M> {
+    fn from(options: Attention<'a>) -> Self {
+        Self { options, mask: None, alibi_slopes: None, sinks: None }
+    }
+}
+
+impl<D> StepStore for GpuStore<D>
+where
+    D: HostAccess<Memory: 'static>,
+    D::Error: StdError + Send + Sync + 'static,
+{
+    type Options<'a> = GpuAttention<'a, D::Memory>;
+    type Outputs<'a> = GpuOutputs<'a, D::Memory>;
+
+    const READS_PREFIXES_ONCE: bool = false;
+
+    fn query(q: &GpuTensor<'_, D::Memory>) -> Result<(usize, Dtype)> {
+        let element = q.view.element();
+        let expected = "f32, f16 or bf16";
+        let refused = || SessionError::<D::Error>::Element { tensor: "q", expected, element };
+        Ok((q.shape[1], dtype_of(element).ok_or_else(refused)?))
+    }
+
+    fn check_options(options: &GpuAttention<'_, D::Memory>) -> Result<()> {
+        let Attention { mask, alibi_slopes, sinks, .. } = options.options;
+        let of_host =
+            [("mask", mask.is_some()), ("alibi_slopes", alibi_slopes.is_some()), ("sinks", sinks.is_some())];
+        match of_host.into_iter().find(|(_, is_some)| *is_some) {
+            Some((tensor, _)) => Err(RunError::HostMemory { tensor }.into()),
+            None => HostStore::check_options(&options.options),
+        }
+    }
+
+    fn set(options: &GpuAttention<'_, D::Memory>, desc: &mut ProblemDesc) {
+        options.options.set(desc);
+        desc.mask = options.mask.map(|mask| mask.kind);
+        desc.alibi = options.alibi_slopes.is_some();
+        desc.sinks = options.sinks.is_some();
+    }
+
+    fn outputs<'a>(out: &'a mut GpuTensorMut<'_, D::Memory>) -> GpuOutputs<'a, D::Memory> {
+        let GpuTensorMut { view, shape, strides } = out;
+        GpuOutputs::new(GpuTensorMut { view: view.reborrow(), shape: *shape, strides: *strides })
+    }
+}
+
+impl<E, D> StepRunner<GpuStore<D>> for Session<E>
+where
+    E: Engine<Device = D>,
+    D: HostAccess<Memory: 'static>,
+    D::Error: StdError + Send + Sync + 'static,
+    Error: From<E::Error>,
+{
+    fn attend(
+        &mut self,
+        layer: StepLayer<'_, GpuStore<D>>,
+        q: GpuTensor<'_, D::Memory>,
+        options: &GpuAttention<'_, D::Memory>,
+        outputs: &mut GpuOutputs<'_, D::Memory>,
+    ) -> Result<()> {
+        let StepLayer { cache, index, desc, tables } = layer;
+        let [k, v] = cache.store().kv(index);
+        let GpuAttention { mask, alibi_slopes, sinks, .. } = *options;
+        let inputs = GpuInputs { mask, alibi_slopes, sinks, ..GpuInputs::new(q, k, v) };
+        Ok(self.run_paged(desc, &inputs, tables, outputs)?)
     }
 }
