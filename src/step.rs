@@ -13,7 +13,7 @@ use std::fmt;
 
 /// Memory of a cache over which steps attend: main memory, or the memory of a device.
 pub trait StepStore: PageStore<Error: Into<Error>> {
-    /// Options of a layer: [`Attention`], or [`GpuAttention`](crate::gpu::GpuAttention), whose tensors lie where the rows do.
+    /// Options of a layer: [`Attention`], or on a device `gpu::GpuAttention`, whose tensors lie where the rows do.
     type Options<'a>: From<Attention<'a>>;
     /// Tensors that a layer fills.
     type Outputs<'a>;

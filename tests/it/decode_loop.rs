@@ -4,7 +4,7 @@ use flashtile::gpu::{GpuArray, GpuStore, HostAccess};
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::{
     Attention, CacheDesc, CacheLayout, CacheShape, Codec, Dtype, KvCache, KvCacheExt as _, OwnedTensor,
-    ProblemDesc, SeqId, SeqLens, StepRunner, StepStore, StepTensors, TensorView, reference,
+    ProblemDesc, SeqId, SeqLens, StepRunner, StepStore, StepTensors, reference,
 };
 use std::error::Error;
 
@@ -24,29 +24,6 @@ pub(crate) trait Place<S: StepStore> {
 
     /// Rows to fill.
     fn rows_mut(of: &mut Self::Tensor) -> S::RowsMut<'_>;
-}
-
-/// Main memory.
-pub(crate) struct Host;
-
-impl Place<flashtile::cache::HostStore> for Host {
-    type Tensor = OwnedTensor;
-
-    fn upload(&self, of: &OwnedTensor) -> OwnedTensor {
-        OwnedTensor::copy_of(&of.view()).unwrap()
-    }
-
-    fn download(&self, of: &OwnedTensor, into: &mut OwnedTensor) {
-        *into = self.upload(of);
-    }
-
-    fn rows(of: &OwnedTensor) -> TensorView<'_> {
-        of.view()
-    }
-
-    fn rows_mut(of: &mut OwnedTensor) -> flashtile::TensorViewMut<'_> {
-        of.view_mut()
-    }
 }
 
 /// The memory of a device.

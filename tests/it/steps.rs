@@ -1,13 +1,37 @@
 //! Steps over caches in main memory, on the simulator and on this machine's CUDA device: one loop, other constructors.
 
-use crate::decode_loop::{Host, OnDevice, cache_desc, decode};
+use crate::decode_loop::{OnDevice, Place, cache_desc, decode};
 use crate::support::cuda;
+use flashtile::cache::HostStore;
 use flashtile::gpu::{GpuAttention, GpuStore};
 use flashtile::simulator::{DECODE_TILE, Simulator, find, session};
 use flashtile::{
     Attention, Codec, CurrentRunner, Dtype, Error, KvCache, KvCacheExt as _, OwnedTensor, RunError, Runner,
-    StepTensors,
+    StepTensors, TensorView, TensorViewMut,
 };
+
+/// Main memory.
+struct Host;
+
+impl Place<HostStore> for Host {
+    type Tensor = OwnedTensor;
+
+    fn upload(&self, of: &OwnedTensor) -> OwnedTensor {
+        OwnedTensor::copy_of(&of.view()).unwrap()
+    }
+
+    fn download(&self, of: &OwnedTensor, into: &mut OwnedTensor) {
+        *into = self.upload(of);
+    }
+
+    fn rows(of: &OwnedTensor) -> TensorView<'_> {
+        of.view()
+    }
+
+    fn rows_mut(of: &mut OwnedTensor) -> TensorViewMut<'_> {
+        of.view_mut()
+    }
+}
 
 #[test]
 fn the_loop_runs_in_main_memory() {

@@ -17,8 +17,8 @@ use std::sync::Arc;
 /// while the stream captures a graph, which would copy their lists from memory that is gone.
 ///
 /// ```no_run
-/// use flashtile::cuda::{Cuda, GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut, Memory};
-/// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, ProblemDesc, SeqLens, Visibility};
+/// use flashtile::cuda::{Cuda, GpuTensor, GpuTensorMut, Memory};
+/// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCacheExt};
 /// # type Tensor<'a> = GpuTensor<'a, Memory>;
 /// # fn rows<'a>(_: usize) -> (Tensor<'a>, Tensor<'a>, Tensor<'a>, GpuTensorMut<'a, Memory>) { unimplemented!() }
 /// let cuda = Cuda::new(0)?;
@@ -26,17 +26,12 @@ use std::sync::Arc;
 /// let shape = CacheShape { layers: 1, kv_heads: 8, head_dim: 128, value_dim: 128 };
 /// let layout = CacheLayout::Paged { pages: 4096, page_size: 16 };
 /// let mut cache = cuda.kv_cache(CacheDesc::new(layout, shape, Codec::Int8), &stream)?;
-/// let mut session = cuda.session(&stream);
 /// let sequence = cache.create()?;
 /// for tokens in [512, 1, 1] {
-///     let (q, k, v, out) = rows(tokens); // of this step's tokens, on the device
-///     cache.append(&[(sequence, tokens)], &[(k, v)])?;
-///     let lens = SeqLens { q_len: tokens, kv_len: cache.len(sequence)? };
-///     let mut desc = ProblemDesc::over(cache.desc(), 32, Dtype::BF16, &[lens]);
-///     desc.visibility = Visibility::causal();
-///     let [k, v] = cache.store().kv(0);
-///     let inputs = GpuInputs::new(q, k, v);
-///     session.run_paged(&desc, &inputs, &cache.tables(&[sequence])?, &mut GpuOutputs::new(out))?;
+///     let (q, k, v, mut out) = rows(tokens); // of this step's tokens, on the device
+///     let mut step = cache.step(&[(sequence, tokens)])?;
+///     step.attend(0, q, k, v, &mut out)?;
+///     step.finish()?;
 /// }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -1,5 +1,6 @@
 //! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
 
+use crate::decode_loop::{OnDevice, cache_desc, decode};
 use crate::support::{control_of, metal, view};
 use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{
@@ -49,6 +50,17 @@ fn operations_are_byte_for_byte_as_on_the_host() {
         }
         twins.run(60, 20).unwrap();
         assert_eq!(control.take_violations(), [""; 0], "{k} {v}");
+    }
+}
+
+#[test]
+fn the_decode_loop_runs() {
+    for (dtype, codec) in [(Dtype::F32, Codec::F32), (Dtype::BF16, Codec::Int8), (Dtype::F16, Codec::Tq4)] {
+        let metal = metal(Profile::m3_max());
+        let control = control_of(&metal);
+        let mut cache = metal.kv_cache(cache_desc(codec)).unwrap();
+        decode(&mut cache, metal.session(), &OnDevice(metal.gpu().clone()), dtype);
+        assert_eq!(control.take_violations(), [""; 0], "{codec}");
     }
 }
 

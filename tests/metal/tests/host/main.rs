@@ -5,6 +5,8 @@
 
 mod caches;
 mod conformance;
+#[path = "../../../it/decode_loop.rs"]
+mod decode_loop;
 mod defects;
 #[path = "../../../it/external.rs"]
 mod external;
