@@ -553,7 +553,7 @@ def python():
     interpreter = virtual("python", WHEEL)
     # Clippy and this profile share build scripts and procedural macros.
     wheel(interpreter, "dev")
-    pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py", "test_docs.py")
+    pytest(interpreter, "test_attention.py", "test_cache.py", "test_merge.py", "test_plan.py", "test_docs.py")
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 

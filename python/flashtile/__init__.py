@@ -3,8 +3,8 @@
     import flashtile
     out = flashtile.attention(q, k, v, causal=True)
 
-`attention` computes attention in one call, `KvCache` keeps keys and values of sequences that grow, `plan` says what would run, and
-`kv_report` measures what codecs do to keys and values. `flashtile.transformers.register()` makes `attn_implementation="flashtile"` work
+`attention` computes attention in one call, `merge` combines results over parts of the keys, `KvCache` keeps keys and values of sequences
+that grow, `plan` says what would run, and `kv_report` measures what codecs do to keys and values. `flashtile.transformers.register()` makes `attn_implementation="flashtile"` work
 in Hugging Face transformers.
 
 Tensors are read and written where they are, without copies. The interpreter runs other threads during a call: like any function that
@@ -14,7 +14,8 @@ computes on arrays, it needs them not to write to its arguments meanwhile.
 from ._attention import attention
 from ._cache import KvCache, Step
 from ._flashtile import Sequence, __version__
+from ._merge import merge
 from ._plan import plan
 from ._quality import kv_report
 
-__all__ = ["KvCache", "Sequence", "Step", "__version__", "attention", "kv_report", "plan"]
+__all__ = ["KvCache", "Sequence", "Step", "__version__", "attention", "kv_report", "merge", "plan"]

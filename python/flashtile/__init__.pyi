@@ -63,6 +63,9 @@ def attention(
     return_lse: Literal[True],
     out: Dlpack | None = None,
 ) -> tuple[Array, Array]: ...
+def merge(
+    states: List[tuple[Array, Array]], *, layout: Layout = "bhsd", out: Dlpack | None = None
+) -> tuple[Array, Array]: ...
 def plan(
     *,
     heads: int,

@@ -43,8 +43,8 @@ def attention(
             (FlashAttention), an integer at that key. Required where positions matter and there are more or fewer keys than queries, or
             `kv_lens`.
         scale: multiplier of `q . k`; None is `1 / sqrt(dim)`.
-        softcap: `c` of `softcap(x) = c * tanh(x / c)`; None is off.
-        mask: `(queries, keys)` or `(batch, heads, queries, keys)`; axes of size or stride 0 or 1 are broadcast. Of bool, True is visible; of
+        softcap: `c` of `softcap(x) = c * tanh(x / c)`; None and 0 are off.
+        mask: `(keys,)`, `(queries, keys)` or `(batch, heads, queries, keys)`; axes of size or stride 0 or 1 are broadcast. Of bool, True is visible; of
             float32, float16 or bfloat16 it is added to the score, and `-inf` hides.
         alibi_slopes: a number for each query head: the bias of key `j` for a query at position `p` is `-slope * abs(p - j)`.
         sinks: a logit for each query head, which joins the denominator of the softmax.

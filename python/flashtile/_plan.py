@@ -78,7 +78,7 @@ def plan(
         "visibility": sides,
         "q_offset": q_offset,
         "scale": scale,
-        "softcap": softcap,
+        "softcap": softcap or None,
         "alibi": alibi,
         "sinks": sinks,
         "mask": mask if mask in (None, "bool") else {"additive": mask},

@@ -6,6 +6,7 @@ mod cache;
 mod cuda;
 mod failure;
 mod memory;
+mod merge;
 mod options;
 mod plan;
 mod process;
@@ -21,6 +22,7 @@ fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("OPTIONS", PyTuple::new(module.py(), options::NAMES)?)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    module.add_function(wrap_pyfunction!(merge::merge, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;
     module.add_function(wrap_pyfunction!(attention::attention_plain, module)?)?;

@@ -140,7 +140,8 @@ impl Options {
             window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
             q_offset: q_offset.map(|of| offset(&of.value)).transpose()?,
             scale: number(scale)?,
-            softcap: number(softcap)?,
+            // As other libraries say that there is none.
+            softcap: number(softcap)?.filter(|c| *c != 0.0),
             mask: mask.map(|of| Memory::on(stream, of.name, &of.value)).transpose()?,
             alibi_slopes: numbers(slopes)?,
             sinks: numbers(sinks)?,

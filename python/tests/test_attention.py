@@ -50,6 +50,11 @@ def test_dtypes(rng, dtype):
     close(lse, want_lse, dtype)
 
 
+def test_a_softcap_of_0_is_off(rng):
+    q, k, v = qkv(rng)
+    assert (attention(q, k, v, softcap=0.0) == attention(q, k, v)).all()
+
+
 def test_options_together(rng):
     q, k, v = qkv(rng, lens=(5, 40), dims=(16, 48))
     slopes, sinks = numpy.array([0.5, 0.25, 0.125, 0.0625], numpy.float32), [0.5, -1.0, 2.0, 0.0]
@@ -256,7 +261,7 @@ def test_errors_of_options(rng):
     refused(ValueError, "sinks has 3 elements, expected 4", q, k, v, sinks=[0, 0, 0])
     refused(ValueError, "kv_lens and cu_seqlens", q, k, v, kv_lens=[1, 1], cu_seqlens=[0, 3])
     refused(ValueError, "mask has shape", q, k, v, mask=numpy.ones((3, 4), bool))
-    refused(ValueError, r"mask has shape \[1, 3, 5\], expected \(queries, keys\) or", q, k, v, mask=numpy.ones((1, 3, 5), bool))
+    refused(ValueError, r"mask has shape \[1, 3, 5\], expected \(keys,\), \(queries, keys\) or", q, k, v, mask=numpy.ones((1, 3, 5), bool))
     refused(TypeError, "mask is int64, expected bool, float32", q, k, v, mask=numpy.ones((3, 5), int))
 
 

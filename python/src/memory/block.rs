@@ -223,9 +223,10 @@ impl Block {
         Ok((dtype, sizes, [b, h, s, 1]))
     }
 
-    /// Shape and strides of a mask `[batch, heads, queries, keys]`, of two axes or four.
+    /// Shape and strides of a mask `[batch, heads, queries, keys]`, of one axis, two or four.
     pub(super) fn mask_axes(&self) -> Result<([usize; 4], [usize; 4]), Refusal> {
         let four = |of: &[usize], missing| match *of {
+            [k] => Some([missing, missing, missing, k]),
             [q, k] => Some([missing, missing, q, k]),
             [b, h, q, k] => Some([b, h, q, k]),
             _ => None,
@@ -233,7 +234,7 @@ impl Block {
         let name = self.name;
         let (Some(shape), Some(strides)) = (four(&self.shape, 1), four(&self.strides, 0)) else {
             let what = format!(
-                "{name} has shape {:?}, expected (queries, keys) or (batch, heads, queries, keys)",
+                "{name} has shape {:?}, expected (keys,), (queries, keys) or (batch, heads, queries, keys)",
                 self.shape
             );
             return Err(Refusal::Value(what));
@@ -243,6 +244,31 @@ impl Block {
             return Err(Refusal::Buffer(what));
         }
         Ok((shape, strides))
+    }
+
+    /// Number of axes.
+    pub(crate) fn rank(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Refuses memory of another shape, or whose elements do not follow one another in the order of the axes.
+    pub(super) fn check_order(&self, shape: &[usize]) -> Result<(), Refusal> {
+        let (name, got) = (self.name, &self.shape);
+        if got != shape {
+            return Err(Refusal::Value(format!("{name} has shape {got:?}, expected {shape:?}")));
+        }
+        let mut step = 1;
+        for (&n, &stride) in shape.iter().zip(&self.strides).rev() {
+            if n > 1 && stride != step && !shape.contains(&0) {
+                let what = format!(
+                    "{name} has strides {:?}, expected a dense array: copy it",
+                    self.strides
+                );
+                return Err(Refusal::Buffer(what));
+            }
+            step *= n;
+        }
+        Ok(())
     }
 
     /// Refuses all but dense memory of f32, and counts its elements.

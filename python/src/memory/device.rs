@@ -122,7 +122,7 @@ impl Memory {
         self.device_list(on)
     }
 
-    /// The memory as a mask of two or four axes that work on the stream reads.
+    /// The memory as a mask of one, two or four axes that work on the stream reads.
     pub(crate) fn device_mask(&self, on: OnDevice<'_>) -> PyResult<DeviceMask<'_>> {
         let (shape, strides) = self.block.mask_axes()?;
         let kind = match self.block.kind {

@@ -37,6 +37,20 @@ impl Block {
             .map_err(|error| self.refuse(error))
     }
 
+    /// Memory of a shape, dense and in the order of its axes, as a list of f32 that is read.
+    ///
+    /// # Safety
+    /// As for [`Block::view`].
+    pub(crate) unsafe fn list(&self, shape: &[usize]) -> Result<&[f32], Refusal> {
+        self.check_order(shape)?;
+        let count = self.check_list()?;
+        if count == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: the caller's contract: `count` elements reach as far as the shape does; aligned, and any bytes are an f32.
+        Ok(unsafe { std::slice::from_raw_parts(self.ptr.cast(), count) })
+    }
+
     /// Dense memory as a list of f32 that is written.
     ///
     /// # Safety
@@ -51,7 +65,7 @@ impl Block {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), count) })
     }
 
-    /// The memory as a mask of two or four axes.
+    /// The memory as a mask of one, two or four axes.
     ///
     /// # Safety
     /// As for [`Block::view`], gaps between the elements included.

@@ -254,6 +254,18 @@ impl Memory {
         Ok(unsafe { self.block.view_mut(axes, &blocks(others))? })
     }
 
+    /// Memory of a shape, dense and in the order of its axes, as a list of f32 that is read.
+    pub(crate) fn list(&self, shape: &[usize]) -> PyResult<&[f32]> {
+        self.check_place(Place::Host)?;
+        // SAFETY: as for `view`.
+        Ok(unsafe { self.block.list(shape)? })
+    }
+
+    /// Number of axes.
+    pub(crate) fn rank(&self) -> usize {
+        self.block.rank()
+    }
+
     /// Dense memory as a list of f32 that is written.
     pub(crate) fn list_mut(&mut self, others: &[&Self]) -> PyResult<&mut [f32]> {
         self.check_place(Place::Host)?;
@@ -261,7 +273,7 @@ impl Memory {
         Ok(unsafe { self.block.list_mut(&blocks(others))? })
     }
 
-    /// The memory as a mask of two or four axes.
+    /// The memory as a mask of one, two or four axes.
     pub(crate) fn mask(&self) -> PyResult<MaskView<'_>> {
         self.check_place(Place::Host)?;
         // SAFETY: as for `view`; the first element and the last are in one allocation, and so is what lies between them.
