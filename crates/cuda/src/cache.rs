@@ -17,20 +17,22 @@ use std::sync::Arc;
 /// while the stream captures a graph, which would copy their lists from memory that is gone.
 ///
 /// ```no_run
-/// use flashtile::cuda::{Cuda, GpuTensor, GpuTensorMut, Memory};
-/// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCacheExt};
-/// # type Tensor<'a> = GpuTensor<'a, Memory>;
-/// # fn rows<'a>(_: usize) -> (Tensor<'a>, Tensor<'a>, Tensor<'a>, GpuTensorMut<'a, Memory>) { unimplemented!() }
+/// use flashtile::cuda::{Cuda, GpuArray};
+/// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, KvCacheExt};
 /// let cuda = Cuda::new(0)?;
 /// let stream = cuda.context().new_stream()?;
+/// let gpu = cuda.gpu().on(&stream);
 /// let shape = CacheShape { layers: 1, kv_heads: 8, head_dim: 128, value_dim: 128 };
 /// let layout = CacheLayout::Paged { pages: 4096, page_size: 16 };
 /// let mut cache = cuda.kv_cache(CacheDesc::new(layout, shape, Codec::Int8), &stream)?;
 /// let sequence = cache.create()?;
 /// for tokens in [512, 1, 1] {
-///     let (q, k, v, mut out) = rows(tokens); // of this step's tokens, on the device
+///     // In a program of yours these come from the model: `Gpu::borrow` takes memory of other libraries.
+///     let q = GpuArray::zeros(&gpu, Dtype::BF16, [1, 32, tokens, 128])?; // [1, heads, tokens, dim]
+///     let kv = GpuArray::zeros(&gpu, Dtype::BF16, [1, 8, tokens, 128])?;
+///     let mut out = GpuArray::zeros(&gpu, Dtype::BF16, [1, 32, tokens, 128])?;
 ///     let mut step = cache.step(&[(sequence, tokens)])?;
-///     step.attend(0, q, k, v, &mut out)?;
+///     step.attend(0, q.view(), kv.view(), kv.view(), &mut out.view_mut())?; // enqueued on the stream
 ///     step.finish()?;
 /// }
 /// # Ok::<(), Box<dyn std::error::Error>>(())
