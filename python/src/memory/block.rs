@@ -260,10 +260,7 @@ impl Block {
         let mut step = 1;
         for (&n, &stride) in shape.iter().zip(&self.strides).rev() {
             if n > 1 && stride != step && !shape.contains(&0) {
-                let what = format!(
-                    "{name} has strides {:?}, expected a dense array: copy it",
-                    self.strides
-                );
+                let what = format!("{name} has strides {:?}, expected a dense array: copy it", self.strides);
                 return Err(Refusal::Buffer(what));
             }
             step *= n;
