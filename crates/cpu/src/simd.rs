@@ -197,7 +197,7 @@ pub(crate) use with_elem;
 /// Loads `n < LANES` elements and fills the other lanes with zero.
 ///
 /// # Safety
-/// As [`Simd`], with `p` valid for `n` elements.
+/// The contract of [`Simd`] holds, with `p` valid for `n` elements.
 #[inline(always)]
 pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V {
     debug_assert!(n <= S::LANES && S::LANES <= 16);
@@ -213,7 +213,7 @@ pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V 
 /// lanes of the vectors are finite.
 ///
 /// # Safety
-/// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
+/// The contract of [`Simd`] holds, with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
 #[inline(always)]
 pub(crate) unsafe fn store_row<S: Simd>(
     dtype: Dtype,
@@ -251,7 +251,7 @@ pub(crate) unsafe fn store_row<S: Simd>(
 /// Returns true if every lane of the vectors that cover `n` elements is finite.
 ///
 /// # Safety
-/// As [`Simd`], with `values` valid for `n` elements.
+/// The contract of [`Simd`] holds, with `values` valid for `n` elements.
 #[inline(always)]
 pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
     // SAFETY: the caller's contract.
@@ -267,7 +267,7 @@ pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
 /// `2^x` for `x <= 0`, relative error below 2e-7; 0 if `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
 ///
 /// # Safety
-/// As [`Simd`].
+/// The contract of [`Simd`] holds.
 #[inline(always)]
 pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
     // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r; the first coefficient is near ln 2, but differs from it.
@@ -290,7 +290,7 @@ pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
 /// `tanh(x)`, relative error below 1e-6; NaN gives NaN.
 ///
 /// # Safety
-/// As [`Simd`].
+/// The contract of [`Simd`] holds.
 #[inline(always)]
 pub(crate) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     // Minimax of (tanh(x) - x) / x^3 in x^2 on |x| <= 0.625.

@@ -124,8 +124,8 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
-    /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`], [`CacheError::MeanNotFinite`] or
-    /// [`CacheError::Memory`].
+    /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`],
+    /// [`CacheError::MeanNotFinite`] or [`CacheError::Memory`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         let got = bytes.len();
         let length = |expected| CacheError::SnapshotLength { expected, got };

@@ -241,7 +241,7 @@ pub struct CodesView<'a> {
     bytes: &'a [u8],
     codec: Codec,
     coder: &'a Coder,
-    /// Of the stored rows.
+    /// Shape of the stored rows.
     shape: [usize; 4],
     /// Elements of a row that the view shows.
     columns: usize,

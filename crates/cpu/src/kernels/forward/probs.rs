@@ -12,7 +12,7 @@ use crate::simd::Simd;
 /// Replaces the scores of a tile by probabilities `2^(score - block_max)`, and stores maximum and sum of each row.
 ///
 /// # Safety
-/// As [`Simd`]; the scores are there.
+/// The contract of [`Simd`] holds, and the scores are computed.
 #[inline(always)]
 pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
     let (rows, task) = (tile.rows.len(), &work.task);

@@ -39,7 +39,7 @@ unsafe fn maxima<S: Simd, const R: usize>(scores: Mat, columns: &Range<usize>, o
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
 ///
 /// # Safety
-/// As [`Simd`], with the contracts of `scores` and `max_sum`, which has as many rows.
+/// The contract of [`Simd`] holds, with the contracts of `scores` and `max_sum`, which has as many rows.
 #[inline(always)]
 pub(crate) unsafe fn softmax<S: Simd, P: Products<S>>(
     scores: MatMut,
@@ -76,7 +76,7 @@ pub(crate) unsafe fn softmax<S: Simd, P: Products<S>>(
 /// sum in the block is 0 keeps its state, bit for bit; of a row whose running sum is 0, the running output is not read.
 ///
 /// # Safety
-/// As [`Simd`]; the matrices of [`Fold`] have `rows` rows.
+/// The contract of [`Simd`] holds; the matrices of [`Fold`] have `rows` rows.
 #[inline(always)]
 pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
     // SAFETY: the caller's contract.

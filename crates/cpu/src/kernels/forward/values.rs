@@ -45,7 +45,7 @@ impl TaskState<'_> {
 /// `block_out`; later calls add to them.
 ///
 /// # Safety
-/// As [`Simd`]; the probabilities are computed, and the values of the columns are packed in whole steps ([`key_steps`]).
+/// The contract of [`Simd`] holds; the probabilities are computed, and the values of the columns are packed in whole steps ([`key_steps`]).
 #[inline(always)]
 pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
@@ -74,7 +74,7 @@ pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
 /// but 0 times a NaN or infinite value is NaN.
 ///
 /// # Safety
-/// As [`Simd`]; the tile's probabilities and values are computed.
+/// The contract of [`Simd`] holds; the tile's probabilities and values are computed.
 #[inline(always)]
 pub(crate) unsafe fn repair_nonfinite<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
     for r in 0..tile.rows.len() {

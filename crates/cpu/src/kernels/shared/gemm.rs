@@ -22,14 +22,14 @@ pub(crate) trait MulAdd<S: Simd> {
     /// `a . b + c` in each lane, over the [`MulAdd::PER_F32`] elements of the lane.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     unsafe fn mul_add(a: S::V, b: S::V, c: S::V) -> S::V;
 
     /// The next value of a chain that measures the rate of steps. Each value depends on the one before in a way that keeps compilers from
     /// hoisting a part of the step.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     unsafe fn measured_step(chain: S::V, a: S::V, b: S::V) -> S::V;
 }
 

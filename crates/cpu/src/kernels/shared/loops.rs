@@ -20,7 +20,7 @@ pub(crate) const CHAINS: usize = 12;
 /// `rounds` steps of a product on each of [`CHAINS`] registers.
 ///
 /// # Safety
-/// As [`Simd`].
+/// The contract of [`Simd`] holds.
 #[inline(always)]
 pub(crate) unsafe fn mul_add_loop<S: Simd, M: MulAdd<S>>(rounds: u64) -> f32 {
     // SAFETY: the caller's contract.
@@ -43,7 +43,7 @@ pub(crate) unsafe fn mul_add_loop<S: Simd, M: MulAdd<S>>(rounds: u64) -> f32 {
 /// Reads `len` elements, a multiple of 64.
 ///
 /// # Safety
-/// As [`Simd`]; `p` is valid for `len` elements.
+/// The contract of [`Simd`] holds; `p` is valid for `len` elements.
 #[inline(always)]
 pub(crate) unsafe fn read_loop<S: Simd>(p: *const f32, len: usize) -> f32 {
     // SAFETY: the caller's contract; 64 elements are a whole number of groups of 4 vectors.

@@ -38,7 +38,7 @@ pub(crate) trait Source: Copy {
     /// A vector of elements, converted.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self::Elem) -> S::V {
         // SAFETY: the caller's contract.

@@ -117,7 +117,7 @@ impl<'a> HeadRows<'a> {
     /// Prefetches rows, some of which need not exist.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     #[inline(always)]
     pub(crate) unsafe fn request<S: Simd>(&self, rows: Range<usize>) {
         let mut walk = self.walk(rows.start);
@@ -207,7 +207,7 @@ impl PrefetchingWalk<'_> {
     /// Prefetches the row further on, and returns the next row.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     #[inline(always)]
     pub(crate) unsafe fn next<S: Simd>(&mut self) -> *const u8 {
         let further = self.ahead.next();
@@ -244,7 +244,7 @@ impl KeyVector {
     /// The keys from `first + column` on whose columns are in `columns`. These keys exist.
     ///
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     #[inline(always)]
     pub(crate) unsafe fn new<S: Simd>(
         src: HeadRows<'_>,
@@ -281,7 +281,7 @@ impl KeyVector {
     /// The next [`LINES`] lines, from byte `at` of the rows on, all inside the rows.
     ///
     /// # Safety
-    /// As [`Simd`]; the rows exist.
+    /// The contract of [`Simd`] holds; the rows exist.
     #[inline(always)]
     pub(crate) unsafe fn lines<S: Simd, R: LaneFormat>(&self, at: usize) -> [S::V; LINES] {
         let mut from = [std::ptr::null(); 16];
@@ -303,7 +303,7 @@ impl KeyVector {
     /// The lines from byte `at` to the end of the rows, fewer than [`LINES`]; the others are zero.
     ///
     /// # Safety
-    /// As [`Simd`]; the rows exist.
+    /// The contract of [`Simd`] holds; the rows exist.
     #[inline(always)]
     pub(crate) unsafe fn last_lines<S: Simd, R: LaneFormat>(&self, at: usize) -> [S::V; LINES] {
         // The alignment is that of the largest element type.
@@ -343,7 +343,7 @@ pub(crate) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: us
 /// read.
 ///
 /// # Safety
-/// As [`Simd`]; the keys exist, `dst` is valid for a panel.
+/// The contract of [`Simd`] holds; the keys exist, `dst` is valid for a panel.
 #[inline(always)]
 pub(crate) unsafe fn key_panel<S: Simd, R: LaneFormat>(
     src: HeadRows<'_>,
@@ -439,7 +439,7 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 /// Converts values `first + keys` to rows of f32, with zeros in the lanes past value_dim.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist, `dst` has the rows, of value_dim in whole vectors.
+/// The contract of [`Simd`] holds; the values exist, `dst` has the rows, of value_dim in whole vectors.
 #[inline(always)]
 pub(crate) unsafe fn values<S: Simd, E: Elem>(
     src: HeadRows<'_>,
@@ -458,7 +458,7 @@ pub(crate) unsafe fn values<S: Simd, E: Elem>(
 /// Converts one query row to f32 times `scale`.
 ///
 /// # Safety
-/// As [`Simd`]; `src` and `dst` hold `len` elements.
+/// The contract of [`Simd`] holds; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(crate) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
     // SAFETY: the caller's contract.

@@ -47,7 +47,7 @@ fn is_plain(scaled: f32) -> bool {
 /// Returns true if a scaled query of `len` elements keeps its digits: no finite element became infinite, and not all are too small.
 ///
 /// # Safety
-/// As [`Simd`]; the row has the elements.
+/// The contract of [`Simd`] holds; the row has the elements.
 #[inline(always)]
 pub(crate) unsafe fn is_scaled<S: Simd>(row: *const f32, len: usize) -> bool {
     // SAFETY: the caller's contract.

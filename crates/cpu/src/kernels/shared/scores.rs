@@ -91,7 +91,7 @@ impl ScoreTask<'_> {
 /// Packs the queries of the task, scaled to units of the scores where their products take f32 and the scaled query is one ([`scale`](super::scale)).
 ///
 /// # Safety
-/// As [`Simd`].
+/// The contract of [`Simd`] holds.
 #[inline(always)]
 pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(task: &ScoreTask<'_>) {
     let head_dim = task.head_dim();
@@ -120,7 +120,7 @@ pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(task: &ScoreTask<'_>)
 /// Packs the panels of a block's keys that hold `columns`.
 ///
 /// # Safety
-/// As [`Simd`]; the keys `columns` of the block exist and are elements of `R`.
+/// The contract of [`Simd`] holds; the keys `columns` of the block exist and are elements of `R`.
 #[inline(always)]
 pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: LaneFormat>(
     task: &ScoreTask<'_>,
@@ -138,10 +138,10 @@ pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: LaneFormat>(
     }
 }
 
-/// As [`pack_keys`], of quantized keys, which are multiplied in f32.
+/// Packs quantized keys, decoded to f32, like [`pack_keys`].
 ///
 /// # Safety
-/// As there.
+/// The contract of [`pack_keys`] holds, with codes in place of elements.
 #[inline(always)]
 pub(crate) unsafe fn pack_key_codes<S: Simd>(task: &ScoreTask<'_>, block: usize, columns: &Range<usize>) {
     let k = task.key_codes();
@@ -158,7 +158,7 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(task: &ScoreTask<'_>, block: usize,
 /// Scores of a tile with packed keys.
 ///
 /// # Safety
-/// As [`Simd`]; queries and keys are packed.
+/// The contract of [`Simd`] holds; queries and keys are packed.
 #[inline(always)]
 pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(task: &ScoreTask<'_>, tile: &Tile) {
     let depth = depth::<S, P>(task.head_dim());
@@ -185,7 +185,7 @@ pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(task: &ScoreTask<'_>
 /// Scores of a tile of few rows, with keys read from where they lie.
 ///
 /// # Safety
-/// As [`Simd`]; queries are packed, keys are elements of `R`.
+/// The contract of [`Simd`] holds; queries are packed, keys are elements of `R`.
 #[inline(always)]
 pub(crate) unsafe fn stream_scores<S: Simd, P: Products<S>, R: LaneFormat>(
     task: &ScoreTask<'_>,
@@ -214,7 +214,7 @@ pub(crate) fn whole_columns<S: Simd, P: Products<S>>(tile: &Tile) -> Range<usize
 /// which the caller adds.
 ///
 /// # Safety
-/// As [`Simd`]; the scores are there.
+/// The contract of [`Simd`] holds, and the scores are computed.
 #[inline(always)]
 pub(crate) unsafe fn modify_scores<S: Simd, P: Products<S>>(task: &ScoreTask<'_>, tile: &Tile) -> f32 {
     let whole_columns = whole_columns::<S, P>(tile);

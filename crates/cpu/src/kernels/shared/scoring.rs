@@ -131,7 +131,7 @@ struct Lanes<S: Simd, M> {
 
 impl<S: Simd, M> Lanes<S, M> {
     /// # Safety
-    /// As [`Simd`].
+    /// The contract of [`Simd`] holds.
     #[inline(always)]
     unsafe fn new(vector: S::V) -> Self {
         Self { vector, mask: PhantomData }
@@ -202,7 +202,7 @@ impl<S: Simd, M: MaskElem> ScoreNumber for Lanes<S, M> {
 /// Applies scale, offset, softcap and ALiBi, then the mask, to whole vectors that cover `columns`. Hidden keys get `-inf`.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
+/// The contract of [`Simd`] holds; `scores` is valid for the vectors, the mask row for its keys.
 #[inline(always)]
 pub(crate) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers<'_>) {
     let mut terms = with.terms;
@@ -227,7 +227,7 @@ pub(crate) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
 /// The part of [`modify`] before the mask.
 ///
 /// # Safety
-/// As there.
+/// The contract of [`modify`] holds.
 #[inline(always)]
 unsafe fn add_terms<S: Simd>(scores: *mut f32, columns: Range<usize>, terms: &ScoreRow<f32, f32>) {
     let mut c = columns.start;
@@ -282,7 +282,7 @@ unsafe fn add_mask<S: Simd, M: MaskElem>(
 /// Scales a vector of scores and adds a bias; `-inf` hides, whatever the score.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` is valid for a vector.
+/// The contract of [`Simd`] holds; `scores` is valid for a vector.
 #[inline(always)]
 unsafe fn add_bias<S: Simd, M: MaskElem>(scores: *mut f32, terms: &ScoreRow<f32, f32>, bias: S::V) {
     // SAFETY: the caller's contract.
@@ -295,7 +295,7 @@ unsafe fn add_bias<S: Simd, M: MaskElem>(scores: *mut f32, terms: &ScoreRow<f32,
 /// Hides the columns of whole vectors `columns` outside `visible`.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` is valid for `columns`.
+/// The contract of [`Simd`] holds; `scores` is valid for `columns`.
 #[inline(always)]
 pub(crate) unsafe fn hide<S: Simd>(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
     let mut c = columns.start;

@@ -25,7 +25,7 @@ pub(crate) struct Scores {
 /// Scores of `s.rows <= STREAM_ROWS` rows and keys `first + columns`, in whole vectors, [`MulAdd::PER_F32`] at a time.
 ///
 /// # Safety
-/// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have [`STREAM_ROWS`] rows; rows
+/// The contract of [`Simd`] holds; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have [`STREAM_ROWS`] rows; rows
 /// past `s.rows` may hold anything.
 #[inline(always)]
 pub(crate) unsafe fn scores<S: Simd, M: MulAdd<S>, R: LaneFormat>(

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Packs the values `first + keys` to `dst`.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist and are elements of `E`, `dst` is valid for their rows in whole steps of a product.
+/// The contract of [`Simd`] holds; the values exist and are elements of `E`, `dst` is valid for their rows in whole steps of a product.
 #[inline(always)]
 pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
     task: &ScoreTask<'_>,

@@ -20,7 +20,7 @@ use std::ops::Range;
 /// at a time.
 ///
 /// # Safety
-/// As [`Products`].
+/// The contract of [`Products`] holds.
 pub(crate) trait StreamValues<S: Simd>: Products<S> {
     /// `p . v` of a tile of few rows with the values `columns`, elements of `E`. `columns` are whole key steps.
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
@@ -102,7 +102,7 @@ fn steps(range: &Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 /// in the first-level cache.
 ///
 /// # Safety
-/// As [`StreamValues::stream_values`].
+/// The contract of [`StreamValues::stream_values`] holds.
 #[inline(always)]
 unsafe fn pack_few_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
@@ -123,7 +123,7 @@ unsafe fn pack_few_values<S: Simd, P: Products<S>>(
 /// Adds `p . v` over some columns of the tile. The tile's first columns start the sums.
 ///
 /// # Safety
-/// As [`Simd`]; the probabilities are computed, and `values` has the values of the columns, in whole vectors.
+/// The contract of [`Simd`] holds; the probabilities are computed, and `values` has the values of the columns, in whole vectors.
 #[inline(always)]
 unsafe fn accumulate<S: Simd, E: Elem>(
     work: &TaskState<'_>,
@@ -194,7 +194,7 @@ unsafe fn few_values<S: MatrixUnit, const N: usize, const C: usize>(
 /// Adds the products of `N` rows of probabilities and a step of values to `C` vectors of sums, which continue if they `resume`.
 ///
 /// # Safety
-/// As [`few_values`]; `values` are the rows of a step, read from `column` on.
+/// The contract of [`few_values`] holds; `values` are the rows of a step, read from `column` on.
 #[inline(always)]
 unsafe fn few_columns<S: MatrixUnit, const N: usize, const C: usize>(
     values: &[*const u16; KEYS],

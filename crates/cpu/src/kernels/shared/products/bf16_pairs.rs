@@ -137,7 +137,7 @@ pub(super) unsafe fn copy_query(src: *const u8, len: usize, step: usize, dst: *m
 /// zero, and so are the missing pairs of a step of `step` values.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist, `dst` has the rows in whole steps, of value_dim in whole vectors.
+/// The contract of [`Simd`] holds; the values exist, `dst` has the rows in whole steps, of value_dim in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn interleave_values<S: PairLanes>(
     src: HeadRows<'_>,
@@ -162,7 +162,7 @@ pub(super) unsafe fn interleave_values<S: PairLanes>(
 /// Interleaves two rows of bf16 into a row of pairs, zero up to whole vectors.
 ///
 /// # Safety
-/// As [`Simd`]; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
+/// The contract of [`Simd`] holds; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
 #[inline(always)]
 unsafe fn interleave_row<S: PairLanes>(even: *const u16, odd: *const u16, len: usize, dst: *mut f32) {
     // SAFETY: the caller's contract.
