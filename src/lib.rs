@@ -24,7 +24,9 @@ pub use runner::Runner;
 pub use step::{CurrentRunner, KvCacheExt, Step, StepRunner, StepStore, StepTensors};
 
 pub use flashtile_core::block_tables::BlockTables;
-pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};
+pub use flashtile_core::cache::{
+    CacheDesc, CacheError, CacheLayout, CacheShape, HybridCache, KvCache, SeqId,
+};
 pub use flashtile_core::codec::{Codec, KvView};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
@@ -71,8 +73,8 @@ pub mod cache {
 
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
-        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, KvCache, PageStore, SeqId,
-        Snapshot,
+        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, GroupLayer, HostStore, HybridCache,
+        KvCache, PageStore, SeqId, Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }

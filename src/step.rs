@@ -4,7 +4,9 @@ use crate::attention::{Attention, SequencesRef};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
-use flashtile_core::cache::{CacheError, CacheLayout, HostStore, KvCache, PageStore, SeqId};
+use flashtile_core::cache::{
+    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KvCache, PageStore, SeqId,
+};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Outputs, RunError};
 use flashtile_core::problem::{ProblemDesc, QOffset, SeqLens};
@@ -140,7 +142,7 @@ impl<S: StepStore, R: StepRunner<S>> StepRunner<S> for &mut R {
     }
 }
 
-/// Steps over a [`KvCache`].
+/// Steps over a [`KvCache`] or a [`HybridCache`].
 pub trait KvCacheExt<S: StepStore = HostStore> {
     /// Begins a step: adds this many tokens to each listed sequence, for every layer to fill in and attend to.
     ///
@@ -170,7 +172,36 @@ pub trait KvCacheExt<S: StepStore = HostStore> {
 
 impl<S: StepStore> KvCacheExt<S> for KvCache<S> {
     fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_, S>> {
-        Step::new(self, batch)
+        Step::new(Groups { caches: std::slice::from_mut(self), layers: None }, batch)
+    }
+}
+
+impl<S: StepStore> KvCacheExt<S> for HybridCache<S> {
+    fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_, S>> {
+        let (caches, layers) = self.parts_mut();
+        Step::new(Groups { caches, layers: Some(layers) }, batch)
+    }
+}
+
+/// The caches of a step, which hold the same sequences, and where they have each layer.
+struct Groups<'c, S: StepStore> {
+    caches: &'c mut [KvCache<S>],
+    /// `None`: one cache, with its own layers.
+    layers: Option<&'c [GroupLayer]>,
+}
+
+impl<S: StepStore> Groups<'_, S> {
+    fn layers(&self) -> usize {
+        self.layers.map_or_else(|| self.caches[0].desc().layers, <[GroupLayer]>::len)
+    }
+
+    fn find(&self, layer: usize) -> Result<GroupLayer> {
+        let layers = self.layers();
+        let at = match self.layers {
+            Some(of) => of.get(layer).copied(),
+            None => (layer < layers).then_some(GroupLayer { group: 0, layer }),
+        };
+        at.ok_or_else(|| CacheError::Layer { got: layer, layers }.into())
     }
 }
 
@@ -216,12 +247,17 @@ pub struct StepTensors<T> {
 pub struct Step<'c, S: StepStore = HostStore, R = CurrentRunner> {
     tokens: NewTokens<'c, S>,
     lens: Vec<SeqLens>,
-    tables: BlockTables,
-    /// The problem of the last layer.
-    desc: Option<ProblemDesc>,
+    groups: Vec<StepGroup>,
     /// True for each layer in which the rows of this step are stored.
     written: Vec<bool>,
     runner: R,
+}
+
+/// What the layers of a group have in common in a step.
+struct StepGroup {
+    tables: BlockTables,
+    /// The problem of the last layer.
+    desc: Option<ProblemDesc>,
 }
 
 impl<S: StepStore, R> fmt::Debug for Step<'_, S, R> {
@@ -233,39 +269,50 @@ impl<S: StepStore, R> fmt::Debug for Step<'_, S, R> {
 
 /// The tokens that a step adds to sequences, which lose them again when it is dropped.
 struct NewTokens<'c, S: StepStore> {
-    cache: &'c mut KvCache<S>,
+    groups: Groups<'c, S>,
+    /// The number of caches that have them.
+    extended: usize,
     batch: Vec<(SeqId, usize)>,
 }
 
 impl<S: StepStore> Drop for NewTokens<'_, S> {
     fn drop(&mut self) {
-        for &(seq, tokens) in &self.batch {
-            if let Ok(len) = self.cache.len(seq) {
-                let back = self.cache.truncate(seq, len - tokens);
-                debug_assert!(back.is_ok());
+        for cache in &mut self.groups.caches[..self.extended] {
+            for &(seq, tokens) in &self.batch {
+                if let Ok(len) = cache.len(seq) {
+                    let back = cache.truncate(seq, len - tokens);
+                    debug_assert!(back.is_ok());
+                }
             }
         }
     }
 }
 
 impl<'c, S: StepStore> Step<'c, S> {
-    fn new(cache: &'c mut KvCache<S>, batch: &[(SeqId, usize)]) -> Result<Self> {
-        if let CacheLayout::Ring { capacity, .. } = cache.desc().layout
-            && let Some(&(_, len)) = batch.iter().find(|(_, tokens)| *tokens > capacity)
-        {
-            // The first tokens of the step would be overwritten by its last ones.
-            return Err(CacheError::Capacity { len, capacity }.into());
+    fn new(groups: Groups<'c, S>, batch: &[(SeqId, usize)]) -> Result<Self> {
+        for cache in &*groups.caches {
+            if let CacheLayout::Ring { capacity, .. } = cache.desc().layout
+                && let Some(&(_, len)) = batch.iter().find(|(_, tokens)| *tokens > capacity)
+            {
+                // The first tokens of the step would be overwritten by its last ones.
+                return Err(CacheError::Capacity { len, capacity }.into());
+            }
         }
         let seqs: Vec<SeqId> = batch.iter().map(|&(seq, _)| seq).collect();
-        cache.extend(batch).map_err(Into::into)?;
-        // From here on, an error takes the tokens back.
-        let tokens = NewTokens { batch: batch.to_vec(), cache };
+        let layers = groups.layers();
+        // An error takes back the tokens of the caches before it.
+        let mut tokens = NewTokens { batch: batch.to_vec(), groups, extended: 0 };
+        for cache in &mut *tokens.groups.caches {
+            cache.extend(batch).map_err(Into::into)?;
+            tokens.extended += 1;
+        }
         // Pages of the new tokens belong to their sequence alone, so that no later write moves them.
-        let tables = tokens.cache.tables(&seqs).map_err(Into::into)?;
-        let lens = batch.iter().zip(&tables.lens);
+        let tables = tokens.groups.caches.iter().map(|cache| cache.tables(&seqs));
+        let groups = tables.map(|tables| Ok(StepGroup { tables: tables.map_err(Into::into)?, desc: None }));
+        let groups = groups.collect::<Result<Vec<_>>>()?;
+        let lens = batch.iter().zip(&groups[0].tables.lens);
         let lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
-        let written = vec![false; tokens.cache.desc().layers];
-        Ok(Self { tokens, lens, tables, desc: None, written, runner: CurrentRunner })
+        Ok(Self { tokens, lens, groups, written: vec![false; layers], runner: CurrentRunner })
     }
 }
 
@@ -287,8 +334,8 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     /// # Ok::<(), flashtile::Error>(())
     /// ```
     pub fn on<T: StepRunner<S>>(self, runner: &'c mut T) -> Step<'c, S, &'c mut T> {
-        let Self { tokens, lens, tables, desc, written, .. } = self;
-        Step { tokens, lens, tables, desc, written, runner }
+        let Self { tokens, lens, groups, written, .. } = self;
+        Step { tokens, lens, groups, written, runner }
     }
 
     /// Stores the rows of a layer, and attends causally to them and to the rows that the cache holds:
@@ -338,8 +385,9 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     }
 
     fn write(&mut self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<()> {
-        let NewTokens { cache, batch } = &mut self.tokens;
-        cache.write(layer, batch, k, v).map_err(Into::into)?;
+        let NewTokens { groups, batch, .. } = &mut self.tokens;
+        let at = groups.find(layer)?;
+        groups.caches[at.group].write(at.layer, batch, k, v).map_err(Into::into)?;
         self.written[layer] = true;
         Ok(())
     }
@@ -355,23 +403,20 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
         R: StepRunner<S>,
     {
         let (q_heads, dtype) = S::query(&q)?;
+        let at = self.tokens.groups.find(layer)?;
+        let (cache, group) = (&self.tokens.groups.caches[at.group], &mut self.groups[at.group]);
         let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, dtype);
-        let mut desc = self.desc.take().filter(is).unwrap_or_else(|| self.describe(q_heads, dtype));
+        let desc = group.desc.take().filter(is);
+        let mut desc = desc.unwrap_or_else(|| describe(cache, &group.tables, &self.lens, q_heads, dtype));
         S::set(options, &mut desc);
         desc.q_offset = desc.q_offset.or(Some(QOffset::BottomRight));
-        let desc = &*self.desc.insert(desc);
-        let layer = StepLayer { cache: &*self.tokens.cache, index: layer, desc, tables: &self.tables };
-        self.runner.attend(layer, q, options, outputs)
-    }
-
-    /// The step without options.
-    fn describe(&self, q_heads: usize, dtype: Dtype) -> ProblemDesc {
-        let cache = self.tokens.cache.desc();
-        let mut desc = ProblemDesc::over(cache, q_heads, dtype, &self.lens);
-        if S::READS_PREFIXES_ONCE && [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
-            desc.prefixes = self.tables.shared_prefixes(1);
-        }
-        desc
+        let desc = &*group.desc.insert(desc);
+        self.runner.attend(
+            StepLayer { cache, index: at.layer, desc, tables: &group.tables },
+            q,
+            options,
+            outputs,
+        )
     }
 
     /// Keeps the tokens of the step.
@@ -411,4 +456,20 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
         self.lens.iter().flat_map(|lens| lens.kv_len - lens.q_len..lens.kv_len)
     }
+}
+
+/// A layer of a step without options.
+fn describe<S: StepStore>(
+    cache: &KvCache<S>,
+    tables: &BlockTables,
+    lens: &[SeqLens],
+    q_heads: usize,
+    dtype: Dtype,
+) -> ProblemDesc {
+    let cache = cache.desc();
+    let mut desc = ProblemDesc::over(cache, q_heads, dtype, lens);
+    if S::READS_PREFIXES_ONCE && [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
+        desc.prefixes = tables.shared_prefixes(1);
+    }
+    desc
 }

@@ -20,6 +20,7 @@ mod edges;
 mod external;
 mod front_door;
 mod hostile;
+mod hybrid;
 mod invariance;
 mod key_columns;
 mod merge;

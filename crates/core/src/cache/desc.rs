@@ -44,6 +44,12 @@ impl CacheLayout {
             Self::Paged { pages, page_size: page } => (pages, page),
         }
     }
+
+    /// Returns true if a sequence gives up its oldest tokens for new ones.
+    #[must_use]
+    pub const fn is_ring(self) -> bool {
+        matches!(self, Self::Ring { .. })
+    }
 }
 
 /// Layers, heads and dimensions of a model, as its cache has them.

@@ -33,7 +33,7 @@ pub struct KvCache<S: PageStore = HostStore> {
 }
 
 /// Memory use of a cache. Bookkeeping, a few bytes per page, is not counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CacheMemory {
     /// Bytes of all pools. The system provides them on first write.
@@ -331,8 +331,7 @@ impl<S: PageStore> KvCache<S> {
         v: &S::Rows<'_>,
     ) -> Result<(), S::Error> {
         self.desc.check_layer(layer)?;
-        self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
-        self.store.check(layer, k, v)?;
+        self.check_write(layer, total_tokens(batch), k, v)?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages()?;
         self.write_rows(layer, batch, k, v)
@@ -556,8 +555,35 @@ impl<S: PageStore> KvCache<S> {
         copied
     }
 
+    /// Checks rows of a layer that exists, before anything changes.
+    pub(super) fn check_write(
+        &self,
+        layer: usize,
+        tokens: usize,
+        k: &S::Rows<'_>,
+        v: &S::Rows<'_>,
+    ) -> Result<(), S::Error> {
+        self.desc.check_rows(tokens, (S::shape(k), S::shape(v)))?;
+        self.store.check(layer, k, v)
+    }
+
+    /// Names sequences as another cache does: both give the same identifier to a sequence that is created in both.
+    pub(super) const fn name_sequences_as(&mut self, other: &Self) {
+        self.table.name_sequences_as(&other.table);
+    }
+
+    /// Serial of the next sequence.
+    pub(super) const fn next_serial(&self) -> u64 {
+        self.table.next_serial()
+    }
+
+    /// Gives the next sequence this serial, which no sequence has had.
+    pub(super) const fn skip_to_serial(&mut self, serial: u64) {
+        self.table.skip_to_serial(serial);
+    }
+
     /// Stores rows of a batch that has been checked, in pages that are not shared.
-    fn write_rows(
+    pub(super) fn write_rows(
         &mut self,
         layer: usize,
         batch: &[(SeqId, usize)],

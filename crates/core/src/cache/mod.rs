@@ -31,6 +31,7 @@
 
 mod desc;
 mod error;
+mod hybrid;
 mod kv;
 mod page_store;
 mod seq_id;
@@ -40,6 +41,7 @@ mod table;
 
 pub use desc::{CacheDesc, CacheLayout, CacheShape};
 pub use error::CacheError;
+pub use hybrid::{GroupLayer, HybridCache};
 pub use kv::{CacheMemory, KvCache};
 pub use page_store::PageStore;
 pub use seq_id::SeqId;

@@ -182,6 +182,20 @@ impl SequenceTable {
         })
     }
 
+    /// Takes over the identity of another table.
+    pub(super) const fn name_sequences_as(&mut self, other: &Self) {
+        self.cache = other.cache;
+    }
+
+    pub(super) const fn next_serial(&self) -> u64 {
+        self.serial
+    }
+
+    pub(super) const fn skip_to_serial(&mut self, serial: u64) {
+        debug_assert!(serial >= self.serial);
+        self.serial = serial;
+    }
+
     const fn paged(&self) -> bool {
         matches!(self.layout, CacheLayout::Paged { .. })
     }
