@@ -85,7 +85,8 @@ pub struct Attention<'a> {
     /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[batch, q_heads, q_len, kv_len]`; of packed
     /// sequences and of steps of a cache, to `[sequences, q_heads, longest q_len, longest kv_len]`.
     pub mask: Option<MaskView<'a>>,
-    /// ALiBi slopes `[q_heads]`: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
+    /// ALiBi slopes `[q_heads]`, or `[sequences, q_heads]` for slopes of each batch entry or packed sequence: the bias of key `j` for a query
+    /// at position `p` is `-slope * |p - j|`.
     pub alibi_slopes: Option<&'a [f32]>,
     /// Logits `[q_heads]` that join the denominator of the softmax.
     pub sinks: Option<&'a [f32]>,
@@ -122,6 +123,14 @@ impl<'a> Attention<'a> {
         self
     }
 
+    /// Hides keys outside the query's chunk of `chunk` keys, counted from key 0: the chunked layers of Llama 4 are
+    /// `causal().chunked(8192)`. 0 is no chunks.
+    #[must_use]
+    pub const fn chunked(mut self, chunk: usize) -> Self {
+        self.visibility = self.visibility.chunked(chunk);
+        self
+    }
+
     /// Sets the key position of query row 0.
     #[must_use]
     pub const fn q_offset(mut self, offset: QOffset) -> Self {
@@ -150,7 +159,7 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Adds ALiBi, with a slope for each query head.
+    /// Adds ALiBi, with a slope for each query head, or for each query head of each sequence.
     #[must_use]
     pub const fn alibi(mut self, slopes: &'a [f32]) -> Self {
         self.alibi_slopes = Some(slopes);

@@ -73,7 +73,7 @@ pub struct GpuAttention<'a, M> {
     pub options: Attention<'a>,
     /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[sequences, q_heads, longest q_len, longest kv_len]`.
     pub mask: Option<GpuMask<'a, M>>,
-    /// ALiBi slopes `[q_heads]`, f32.
+    /// ALiBi slopes `[q_heads]` or `[sequences, q_heads]`, f32.
     pub alibi_slopes: Option<View<'a, M>>,
     /// Logits `[q_heads]` that join the denominator of the softmax, f32.
     pub sinks: Option<View<'a, M>>,

@@ -108,6 +108,13 @@ impl Options {
         self
     }
 
+    /// Hides keys outside the query's chunk of `chunk` keys, counted from key 0, as the chunked layers of Llama 4 do. 0 is no chunks.
+    #[must_use]
+    pub fn chunked(mut self, chunk: usize) -> Self {
+        self.visibility = self.visibility.chunked(chunk);
+        self
+    }
+
     /// Sets the key position of query row 0: bottom-right is FlashAttention's convention, top-left is PyTorch's.
     #[must_use]
     pub const fn q_offset(mut self, offset: QOffset) -> Self {
@@ -136,7 +143,7 @@ impl Options {
         self
     }
 
-    /// Adds ALiBi.
+    /// Adds ALiBi, with slopes `[q_heads]` or `[sequences, q_heads]`.
     #[must_use]
     pub fn alibi(mut self, slopes: &Tensor) -> Self {
         self.alibi_slopes = Some(slopes.clone());

@@ -387,8 +387,8 @@ pub(crate) fn list_f32(name: &'static str, tensor: &Tensor) -> Result<Vec<f32>> 
     check_device(name, tensor)?;
     check_no_gradient(name, tensor)?;
     match (tensor.dtype(), tensor.rank()) {
-        (DType::F32, 1) => tensor.to_vec1::<f32>(),
-        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
+        (DType::F32, 1 | 2) => tensor.flatten_all()?.to_vec1::<f32>(),
+        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis or two", tensor.dims()),
     }
 }
 

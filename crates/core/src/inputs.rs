@@ -27,7 +27,7 @@ pub struct Inputs<'a> {
     pub tree: Option<MaskView<'a>>,
     /// Broadcastable to [`Problem::mask_shape`]. Present if and only if the problem has a mask.
     pub mask: Option<MaskView<'a>>,
-    /// `[q_heads]`, with magnitudes up to [`MAX_ALIBI_SLOPE`]. Present if and only if the problem has ALiBi.
+    /// `[q_heads]`, or `[sequences, q_heads]`, with magnitudes up to [`MAX_ALIBI_SLOPE`]. Present if and only if the problem has ALiBi.
     pub alibi_slopes: Option<&'a [f32]>,
     /// `[q_heads]` logits. Present if and only if the problem has sinks.
     pub sinks: Option<&'a [f32]>,
@@ -138,8 +138,8 @@ pub enum RunError {
     },
     /// The magnitude of an ALiBi slope is above the maximum, so that biases would overflow f32, or the slope is NaN.
     AlibiSlope {
-        /// Query head.
-        head: usize,
+        /// Its index in the list.
+        index: usize,
         /// The slope given.
         slope: f32,
         /// The largest magnitude supported.
@@ -252,10 +252,10 @@ impl std::fmt::Display for RunError {
             }
             Self::Missing { tensor } => write!(f, "{tensor} is missing: the problem has it"),
             Self::Unexpected { tensor } => write!(f, "{tensor} was given but the problem does not have it"),
-            Self::AlibiSlope { head, slope, max } => {
+            Self::AlibiSlope { index, slope, max } => {
                 write!(
                     f,
-                    "alibi_slopes[{head}] is {slope:e}, expected -{max:e}..={max:e}: biases would overflow f32"
+                    "alibi_slopes[{index}] is {slope:e}, expected -{max:e}..={max:e}: biases would overflow f32"
                 )
             }
             Self::MaskKind { expected, got } => write!(f, "mask is {got}, expected {expected}"),
@@ -400,7 +400,10 @@ impl InputShapes {
             }
             _ => {}
         }
-        per_head("alibi_slopes", desc.alibi, self.alibi_slopes, dims.q_heads)?;
+        let sequences = problem.sequences().len();
+        // A list of another length than either is refused as one for all sequences.
+        let each = self.alibi_slopes.filter(|got| *got == sequences * dims.q_heads);
+        per_head("alibi_slopes", desc.alibi, self.alibi_slopes, each.unwrap_or(dims.q_heads))?;
         per_head("sinks", desc.sinks, self.sinks, dims.q_heads)?;
         match (desc.mask, self.mask) {
             (None, None) => Ok(()),
@@ -455,13 +458,19 @@ pub fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Re
     Ok(())
 }
 
+/// From the ALiBi slopes of a sequence to those of the next, in elements: 0 where all sequences have the same.
+#[must_use]
+pub const fn alibi_stride(slopes: usize, q_heads: usize) -> usize {
+    if slopes > q_heads { q_heads } else { 0 }
+}
+
 /// Checks the magnitudes of ALiBi slopes.
 pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
     let max = MAX_ALIBI_SLOPE;
     // No range contains a NaN.
     let refused = |(_, slope): &(usize, &f32)| !(-max..=max).contains(*slope);
     match slopes.unwrap_or_default().iter().enumerate().find(refused) {
-        Some((head, &slope)) => Err(RunError::AlibiSlope { head, slope, max }),
+        Some((index, &slope)) => Err(RunError::AlibiSlope { index, slope, max }),
         None => Ok(()),
     }
 }

@@ -3,7 +3,7 @@
 //! Kernels of the host, their f64 fallback and [`quality`](crate::quality) call [`ScoreRow::score`]; the oracle
 //! ([`reference`](mod@crate::reference)) has a definition of its own.
 
-use crate::inputs::Inputs;
+use crate::inputs::{Inputs, alibi_stride};
 use crate::problem::Problem;
 use crate::tensor::MaskView;
 use std::f32::consts::LOG2_E;
@@ -16,8 +16,10 @@ pub struct Scoring<'a> {
     pub scale: f32,
     /// `c` of `softcap(x) = c * tanh(x / c)`.
     pub softcap: Option<f32>,
-    /// ALiBi slopes `[q_heads]`.
+    /// ALiBi slopes `[q_heads]`, or `[sequences, q_heads]`.
     pub alibi_slopes: Option<&'a [f32]>,
+    /// From the slopes of a sequence to those of the next; 0 where all have the same.
+    pub alibi_stride: usize,
     /// Mask, additive or boolean.
     pub mask: Option<MaskView<'a>>,
     /// Tree mask, over the keys of a step.
@@ -54,16 +56,17 @@ impl<'a> Scoring<'a> {
             scale: problem.scale(),
             softcap: problem.desc().softcap,
             alibi_slopes: inputs.alibi_slopes,
+            alibi_stride: alibi_stride(inputs.alibi_slopes.map_or(0, <[f32]>::len), problem.dims().q_heads),
             mask: inputs.mask,
             tree: inputs.tree,
         }
     }
 
-    /// The ALiBi slope of a query head.
+    /// The ALiBi slope of a query head of a sequence.
     #[inline]
     #[must_use]
-    pub fn alibi_slope(&self, head: usize) -> Option<f32> {
-        self.alibi_slopes.map(|slopes| slopes[head])
+    pub fn alibi_slope(&self, sequence: usize, head: usize) -> Option<f32> {
+        self.alibi_slopes.map(|slopes| slopes[sequence * self.alibi_stride + head])
     }
 
     /// Factors in units of log2, as kernels fold them into queries and exponents.
@@ -82,7 +85,7 @@ impl<'a> Scoring<'a> {
             scale: f64::from(self.scale),
             offset: 0.0,
             softcap: self.softcap,
-            alibi: self.alibi_slope(at.head).map(|slope| Alibi { slope, origin: at.query }),
+            alibi: self.alibi_slope(at.batch, at.head).map(|slope| Alibi { slope, origin: at.query }),
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::plan::{
     WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
-use flashtile_core::inputs::RunError;
+use flashtile_core::inputs::{RunError, alibi_stride};
 use flashtile_core::problem::Problem;
 use flashtile_core::scoring::log2_factors;
 use flashtile_core::tensor;
@@ -229,6 +229,7 @@ impl NativeRun<'_> {
         let list = |name, list: Option<(&Memory, Span)>| {
             list.map_or(Ok(0), |(memory, span)| self.at(name, memory, span))
         };
+        let slopes = inputs.alibi_slopes.map_or(0, |list| list.len());
         let mut params = ForwardParams {
             q: tensors.q.tensor,
             k: tensors.k.tensor,
@@ -236,6 +237,7 @@ impl NativeRun<'_> {
             out: tensors.out.tensor,
             lse: list("lse", outputs.lse.as_ref().map(|lse| (lse.memory(), lse.span())))?,
             alibi_slopes: list("alibi_slopes", inputs.alibi_slopes.map(|of| (of.memory(), of.span())))?,
+            alibi_stride: alibi_stride(slopes, self.plan.problem().dims().q_heads) as u32,
             sinks: list("sinks", inputs.sinks.map(|of| (of.memory(), of.span())))?,
             ..scoring(self.plan.problem())
         };
@@ -367,6 +369,7 @@ fn scoring(problem: &Problem) -> ForwardParams {
     ForwardParams {
         window_left: bound(desc.visibility.left()),
         window_right: bound(desc.visibility.right()),
+        chunk: desc.visibility.chunk().map_or(0, |chunk| bound(Some(chunk))),
         gqa_group: Divisor::new(dims.gqa_group()),
         q_heads: dims.q_heads as u32,
         q_len: dims.q_len as u32,

@@ -41,7 +41,6 @@ device_struct! {
         pub(super) value: u32,
         pub(super) multiplier: u32,
         pub(super) shift: u32,
-        pub(super) unused: u32,
     }
 }
 
@@ -49,7 +48,7 @@ impl Divisor {
     /// Of a value from 1 to 2^31 - 1.
     pub(super) fn new(value: usize) -> Self {
         let [multiplier, shift] = divisor(value);
-        Self { value: value.clamp(1, (1 << 31) - 1) as u32, multiplier, shift, unused: 0 }
+        Self { value: value.clamp(1, (1 << 31) - 1) as u32, multiplier, shift }
     }
 }
 
@@ -76,6 +75,8 @@ device_struct! {
         /// Keys to either side; unbounded where negative.
         pub(super) window_left: i64,
         pub(super) window_right: i64,
+        /// Keys of a chunk, of which a query sees its own; 0 where there are none.
+        pub(super) chunk: i64,
         pub(super) page_size: Divisor,
         /// Blocks of a table that wraps around; 0 where it does not.
         pub(super) ring_blocks: Divisor,
@@ -103,6 +104,8 @@ device_struct! {
         pub(super) mask_k_blocks: u32,
         /// Entries of a sequence in the block table.
         pub(super) block_table_width: u32,
+        /// From the slopes of a sequence to those of the next; 0 where all have the same.
+        pub(super) alibi_stride: u32,
         pub(super) unused: u32,
     }
 }

@@ -38,6 +38,8 @@ pub struct Strides {
     pub mask: [usize; 4],
     /// 0 f32, 1 f16, 2 bf16, 3 bool.
     pub mask_kind: u32,
+    /// From the ALiBi slopes of a sequence to those of the next; 0 where all sequences have the same.
+    pub alibi: usize,
     /// Query and key.
     pub tree: [usize; 2],
 }
@@ -146,6 +148,7 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         batches: shape.rows[2],
         left: reach(visibility.left()),
         right: reach(visibility.right()),
+        chunk: visibility.chunk().map_or(0, |chunk| reach(Some(chunk)) as u32),
         scale: factors.scale,
         cap: factors.softcap.unwrap_or(0.0),
         codebooks: codebooks(k_codec, v_codec).1,
@@ -218,6 +221,7 @@ impl Launches {
             mask_step: count("a mask's stride", strides.mask[3])?,
             tree_step: count("a tree's stride", strides.tree[1])?,
             mask_kind: strides.mask_kind,
+            alibi_stride: count("query heads", strides.alibi)?,
             page: count("tokens of a page", page)?,
             page_divisor: divisor(page),
             ring_divisor: if strides.ring { divisor(width) } else { [0; 2] },

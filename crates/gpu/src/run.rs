@@ -11,6 +11,7 @@ use crate::launches::{Attending, Launches, Placed, Strides};
 use crate::plan::Plan;
 use crate::tensors::{GpuInputs, GpuOutputs};
 use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::alibi_stride;
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, LaunchError, ScalarType};
 
 /// Memory of runs of a plan, which follow each other in it.
@@ -156,6 +157,8 @@ fn strides<M: DeviceMemory>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, 
             MaskKind::Bool => 3,
         };
     }
+    let slopes = inputs.alibi_slopes.map_or(0, |list| list.len());
+    strides.alibi = alibi_stride(slopes, inputs.q.shape[1]);
     if let Some(tree) = &inputs.tree {
         let [_, _, row, step] = tree.steps();
         strides.tree = [row, step];

@@ -487,13 +487,9 @@ impl PortableTile {
             Sequences::Padded { .. } => dims.kv_len,
             Sequences::Dense | Sequences::Packed { .. } => longest(),
         };
-        let band = match (visibility.left(), visibility.right()) {
-            // Of the positions of a tile's rows.
-            (Some(left), Some(right)) => {
-                left.saturating_add(right).saturating_add(self.rows.div_ceil(dims.gqa_group()) + 1)
-            }
-            _ => usize::MAX,
-        };
+        // Of the positions of a tile's rows.
+        let rows = self.rows.div_ceil(dims.gqa_group());
+        let band = visibility.span().map_or(usize::MAX, |span| span.saturating_add(rows));
         let least = if self.is_prefill { MIN_SPLIT_COORDINATES / dim(problem) } else { 0 };
         let keys = least.max(self.keys());
         held.min(band).div_ceil(keys).clamp(1, MAX_SPLITS)

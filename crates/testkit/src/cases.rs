@@ -100,6 +100,8 @@ pub struct Case {
     pub paging: Paging,
     /// Recipe of the tree mask, if the problem has one.
     pub tree: Tree,
+    /// True if each sequence has ALiBi slopes of its own.
+    pub alibi_per_sequence: bool,
     /// True if keys have a constant component, a few times as large as the rest, that is subtracted before
     /// they are quantized.
     pub centered: bool,
@@ -122,6 +124,7 @@ impl Case {
             mask: None,
             paging: Paging { page: 16, keep: Keep::All },
             tree: Tree::Causal,
+            alibi_per_sequence: false,
             centered: false,
         }
     }
@@ -200,6 +203,13 @@ impl Case {
     pub fn alibi(mut self) -> Self {
         self.desc.alibi = true;
         self
+    }
+
+    /// With ALiBi slopes for each sequence.
+    #[must_use]
+    pub fn alibi_per_sequence(mut self) -> Self {
+        self.alibi_per_sequence = true;
+        self.alibi()
     }
 
     /// With sinks.
@@ -301,7 +311,9 @@ impl Case {
         let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, memory, &mut rng));
         // Slopes of both signs: nothing restricts them to the usual powers of two.
         let slope = |h: usize| if h % 3 == 2 { -0.01 } else { 0.9 / (1u32 << (h % 8 + 1)) as f32 };
-        let slopes: Vec<f32> = (0..dims.q_heads).map(slope).collect();
+        let of_sequences = if self.alibi_per_sequence { problem.sequences().len() } else { 1 };
+        let slopes: Vec<f32> =
+            (0..of_sequences).flat_map(|n| (0..dims.q_heads).map(move |h| slope(h + n))).collect();
         let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
         let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, memory, &mut rng));
         Ok(CaseData {

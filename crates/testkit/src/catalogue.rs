@@ -12,8 +12,8 @@ use Codec::{
 };
 use QOffset::{At, BottomRight, TopLeft};
 use With::{
-    Alibi, Bias, Cached, Causal, Centered, Gain, KvLens, Mask, Offset, Packed, Scale, Shared, Sinks, Softcap,
-    Stored, TreeMask, Window,
+    Alibi, AlibiPerSequence, Bias, Cached, Causal, Centered, Chunks, Gain, KvLens, Mask, Offset, Packed,
+    Scale, Shared, Sinks, Softcap, Stored, TreeMask, Window,
 };
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -37,10 +37,13 @@ enum With<'a> {
     Offset(QOffset),
     /// Keys visible to the left and to the right.
     Window(Option<usize>, Option<usize>),
+    /// Keys of a chunk.
+    Chunks(usize),
     Causal(QOffset),
     Softcap(f32),
     Scale(f32),
     Alibi,
+    AlibiPerSequence,
     Sinks,
     Mask(MaskKind, &'a str, MaskFill),
     /// An additive mask of the case's dtype.
@@ -61,10 +64,12 @@ impl With<'_> {
             Gain(gain) => case.gain(gain),
             Offset(offset) => case.at(offset),
             Window(left, right) => case.seeing(Visibility::window(left, right)),
+            Chunks(chunk) => case.seeing(Visibility::full().chunked(chunk)),
             Causal(offset) => case.causal(offset),
             Softcap(softcap) => case.softcap(softcap),
             Scale(scale) => case.scale(scale),
             Alibi => case.alibi(),
+            AlibiPerSequence => case.alibi_per_sequence(),
             Sinks => case.sinks(),
             Mask(kind, broadcast, fill) => case.mask(kind, broadcast, fill),
             Bias(broadcast, fill) => {
@@ -277,6 +282,15 @@ fn windows(cases: &mut Cases) {
         let with = [Window(Some(width), Some(0)), Offset(At(500)), layout(n)];
         cases.add(format!("window_{width}_across_blocks"), [1, 2, 1, 70, 640, 32, 32], dtype(n), &with);
     }
+    for (n, chunk) in [1, 13, 64].into_iter().enumerate() {
+        for (q_len, kv_len, offset, place) in BANDED {
+            let with = [Chunks(chunk), if n == 0 { Offset(offset) } else { Causal(offset) }, layout(n)];
+            let name = format!("chunks_of_{chunk}_{place}");
+            cases.add(name, [1, 2, 2, q_len, kv_len, 24, 24], dtype(n + q_len), &with);
+        }
+    }
+    let long = [Chunks(256), Causal(At(500))];
+    cases.add("chunks_across_blocks".into(), [1, 4, 1, 140, 640, 64, 64], Dtype::BF16, &long);
     let misses = &[Window(Some(4), Some(4)), Offset(At(80))];
     cases.add("window_misses_all_keys".into(), [1, 2, 1, 30, 50, 16, 16], Dtype::F32, misses);
     let leaves = &[Window(Some(4), Some(0)), Offset(At(20))];
@@ -285,12 +299,13 @@ fn windows(cases: &mut Cases) {
 
 const SCORED: Dims = [2, 4, 2, 23, 270, 64, 64];
 
-const SCORES: [Row; 15] = [
+const SCORES: [Row; 16] = [
     row("softcap_0.5", SCORED, &[Softcap(0.5)]),
     row("softcap_50", SCORED, &[Softcap(50.0), Gain(20.0)]),
     row("softcap_saturated", SCORED, &[Softcap(30.0), Gain(300.0)]),
     row("softcap_tiny_scores", SCORED, &[Softcap(50.0), Gain(1e-3)]),
     row("alibi", SCORED, &[Alibi, Offset(TopLeft)]),
+    row("alibi_per_sequence", SCORED, &[AlibiPerSequence, Causal(BottomRight)]),
     row("alibi_causal", SCORED, &[Alibi, Causal(BottomRight)]),
     row("alibi_negative_offset", SCORED, &[Alibi, Offset(At(-90))]),
     row("sinks", SCORED, &[Sinks]),
@@ -409,7 +424,7 @@ const SQUARE: With<'_> = Packed(&[(5, 5), (1, 1), (70, 70), (0, 0), (33, 33), (2
 const UNEVEN: With<'_> = Packed(&[(5, 9), (0, 4), (7, 0), (1, 300), (40, 12), (0, 0), (13, 513)]);
 
 /// Packed sequences.
-const PACKED: [Row; 11] = [
+const PACKED: [Row; 13] = [
     row("square", PACK, &[SQUARE]),
     row("uneven", PACK, &[UNEVEN]),
     row("square_causal", PACK, &[SQUARE, Window(None, Some(0))]),
@@ -417,6 +432,8 @@ const PACKED: [Row; 11] = [
     row("uneven_top_left", PACK, &[UNEVEN, Causal(TopLeft), FUSED]),
     row("uneven_offset", PACK, &[UNEVEN, Causal(At(3))]),
     row("window", PACK, &[UNEVEN, Window(Some(20), Some(3)), Offset(BottomRight)]),
+    row("alibi_per_sequence", PACK, &[UNEVEN, AlibiPerSequence, Causal(BottomRight)]),
+    row("chunks", PACK, &[UNEVEN, Chunks(30), Causal(BottomRight)]),
     row("alibi_sinks_softcap", PACK, &[UNEVEN, Alibi, Sinks, Softcap(9.0), Offset(BottomRight)]),
     row("mask", PACK, &[UNEVEN, Bias("", MaskFill::Random)]),
     row("mask_bool", PACK, &[UNEVEN, Mask(MaskKind::Bool, "h", MaskFill::HiddenRows)]),
@@ -446,13 +463,15 @@ const MIXED_SEEN: With<'_> = Cached(MIXED, 16, Keep::Seen);
 const NO_SEQUENCES: With<'_> = Cached(&[], 16, Keep::All);
 const HIDDEN_ROWS: With<'_> = Mask(MaskKind::Bool, "h", MaskFill::HiddenRows);
 
-const CACHED: [Row; 18] = [
+const CACHED: [Row; 20] = [
     row("full", POOL, &[MIXED_16]),
     row("crossed", POOL, &[CROSSED_16, PADDED]),
     row("crossed_causal", POOL, &[CROSSED_16, Causal(BottomRight)]),
     row("top_left", POOL, &[MIXED_32, Causal(TopLeft), FUSED]),
     row("offset", POOL, &[MIXED_32, Causal(At(5))]),
     row("window", POOL, &[MIXED_SEEN, Window(Some(20), Some(3)), Offset(BottomRight)]),
+    row("alibi_per_sequence", POOL, &[MIXED_16, AlibiPerSequence, Causal(BottomRight)]),
+    row("chunks", POOL, &[MIXED_SEEN, Chunks(48), Causal(BottomRight)]),
     row("alibi_sinks_softcap", POOL, &[MIXED_16, Alibi, Sinks, Softcap(9.0), Causal(BottomRight)]),
     row("mask", POOL, &[MIXED_16, HIDDEN_ROWS, Causal(BottomRight)]),
     row("mask_additive", POOL, &[Cached(MIXED, 48, Keep::All), Bias("", MaskFill::Random)]),
@@ -704,7 +723,7 @@ const PAIRS: [(Codec, Codec); 8] =
 /// Rows in mlx-native's format combined with others, in both of its dimensions.
 const MLX_PAIRS: [(Codec, Codec); 4] = [(F16, MlxTq8Plain), (MlxTq8, Tq5), (Int8, MlxTq4), (MlxTq6, MlxTq5)];
 
-const QUANTIZED: [Row; 7] = [
+const QUANTIZED: [Row; 8] = [
     row("mask", NEST, &[CODED_MIXED_16, HIDDEN_ROWS, Causal(BottomRight)]),
     row("mask_additive", NEST, &[Cached(CODED_STEPS, 48, Keep::All), Bias("", MaskFill::Random)]),
     row("tree", NEST, &[Cached(&[(6, 70), (8, 300), (5, 5)], 16, Keep::All), TreeMask(Tree::Branches)]),
@@ -719,6 +738,7 @@ const QUANTIZED: [Row; 7] = [
             Shared(&[(0..3, 512)]),
         ],
     ),
+    row("chunks", NEST, &[CODED_MIXED_16, Chunks(40), Causal(BottomRight)]),
     row("none", NEST, &[NO_SEQUENCES, Causal(BottomRight)]),
 ];
 
@@ -812,10 +832,10 @@ mod tests {
         let (plain, coded) = (catalogue(), quantized());
         // The numeric edge cases come last.
         let of_tables = &plain[..plain.len() - super::super::edges::edges().len()];
-        assert_eq!((of_tables.len(), digest(of_tables)), (840, 0x0fa6_2a5f_1f5a_658f), "of plain elements");
+        assert_eq!((of_tables.len(), digest(of_tables)), (868, 0x31ab_b6b9_3bd4_8b2b), "of plain elements");
         assert_eq!(
             (coded.len(), digest(&coded)),
-            (165, 0xedd3_7429_c18b_e61b),
+            (168, 0x6a18_2fda_7289_95e8),
             "of quantized keys and values"
         );
     }

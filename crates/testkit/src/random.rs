@@ -146,7 +146,7 @@ fn visibility(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
         1 => Some(choose(6)),
         _ => Some(choose(kv_len + 2)),
     };
-    let case = match choose(5) {
+    let case = match choose(6) {
         0 | 1 => case.causal(offset),
         2 => {
             let (left, right) = (side(choose), side(choose));
@@ -156,9 +156,18 @@ fn visibility(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
             let left = side(choose);
             case.causal(offset).seeing(Visibility::window(left, None))
         }
+        4 => {
+            let chunk = 1 + choose(kv_len + 1);
+            let case = if choose(3) == 0 { case.at(offset) } else { case.causal(offset) };
+            case.seeing(Visibility::full().chunked(chunk))
+        }
         _ => case,
     };
-    if choose(4) == 0 { case.alibi().at(offset) } else { case }
+    match choose(8) {
+        0 => case.alibi().at(offset),
+        1 => case.alibi_per_sequence().at(offset),
+        _ => case,
+    }
 }
 
 #[cfg(test)]

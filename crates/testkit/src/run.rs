@@ -4,7 +4,7 @@ use super::cases::{Case, CaseData};
 use super::poison::{Guarded, GuardedList};
 #[cfg(feature = "gpu")]
 use flashtile_core::dtype::Dtype;
-use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::inputs::{Inputs, Outputs, alibi_stride};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::Problem;
 use flashtile_core::quality::{
@@ -245,7 +245,8 @@ impl CaseData {
         let mut relative = expected.clone();
         let Some(slopes) = self.alibi_slopes.as_ref().map(GuardedList::slice) else { return relative };
         let (problem, dims) = (&self.problem, self.problem.dims());
-        for s in problem.sequences() {
+        let stride = alibi_stride(slopes.len(), dims.q_heads);
+        for (n, s) in problem.sequences().iter().enumerate() {
             for (h, i) in (0..dims.q_heads).flat_map(|h| (0..s.q_len).map(move |i| (h, i))) {
                 let (position, keys) = (i as i64 + s.q_offset, problem.visible(s, i));
                 if keys.is_empty() {
@@ -253,7 +254,7 @@ impl CaseData {
                 }
                 let distance = position.abs_diff(position.clamp(keys.start as i64, keys.end as i64 - 1));
                 let lse = &mut relative.lse[(s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i];
-                let shifted = *lse + f64::from(slopes[h]) * distance as f64;
+                let shifted = *lse + f64::from(slopes[n * stride + h]) * distance as f64;
                 // A sink may be closer to 0 than every key.
                 if shifted.abs() < lse.abs() {
                     *lse = shifted;

@@ -45,7 +45,7 @@ pub struct ProblemDesc {
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
     #[cfg_attr(feature = "serde", serde(default, serialize_with = "crate::named::finite"))]
     pub softcap: Option<f32>,
-    /// True if the inputs include ALiBi slopes, one f32 per query head.
+    /// True if the inputs include ALiBi slopes, one f32 per query head, or one per query head of each sequence.
     #[cfg_attr(feature = "serde", serde(default))]
     pub alibi: bool,
     /// True if the inputs include attention sinks, one f32 logit per query head.

@@ -30,6 +30,8 @@ pub enum Positional {
     Causal,
     /// Window visibility.
     Window,
+    /// Visibility within chunks.
+    Chunks,
     /// ALiBi bias.
     Alibi,
 }
@@ -39,6 +41,7 @@ impl fmt::Display for Positional {
         f.write_str(match self {
             Self::Causal => "causal",
             Self::Window => "window",
+            Self::Chunks => "chunked",
             Self::Alibi => "ALiBi",
         })
     }

@@ -100,8 +100,10 @@ fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, Proble
                 Positional::Alibi
             } else if desc.visibility.is_full() {
                 return Ok(0);
-            } else if desc.visibility.left().is_none() && desc.visibility.right() == Some(0) {
+            } else if desc.visibility.is_causal() {
                 Positional::Causal
+            } else if desc.visibility.chunk().is_some() {
+                Positional::Chunks
             } else {
                 Positional::Window
             };

@@ -189,12 +189,10 @@ impl Problem {
     /// sees, which is the first that any row sees. Cost: constant.
     #[must_use]
     pub fn first_visible(&self, sequence: &Sequence) -> Option<(usize, usize)> {
-        // The intervals of rows before this one end before key 0. Since both ends increase with the row, this row is
-        // the first to see a key if any does.
-        let before = self.desc.visibility.right().map_or(0, |right| {
-            let right = i64::try_from(right).unwrap_or(i64::MAX);
-            sequence.q_offset.saturating_add(right).saturating_neg().max(0)
-        });
+        // Rows before this one see no key. Since both ends of the intervals increase with the row, this row is the first to see a key if
+        // any does.
+        let first = self.desc.visibility.first_position();
+        let before = first.map_or(0, |first| first.saturating_sub(sequence.q_offset).max(0));
         let row = usize::try_from(before).ok().filter(|&row| row < sequence.q_len)?;
         let keys = self.visible(sequence, row);
         (!keys.is_empty()).then_some((row, keys.start))

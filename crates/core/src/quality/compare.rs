@@ -78,6 +78,7 @@ impl<'a> HeadAttention<'a> {
             scale: self.head.scale,
             softcap: self.softcap,
             alibi_slopes: None,
+            alibi_stride: 0,
             mask: None,
             tree: None,
         };

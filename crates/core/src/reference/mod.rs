@@ -170,7 +170,9 @@ impl Row<'_> {
         }
         if let Some(slopes) = self.inputs.alibi_slopes {
             let distance = (self.i as i64 + s.q_offset - j as i64).unsigned_abs();
-            score -= f64::from(slopes[self.h]) * distance as f64;
+            let (heads, sequences) = (self.problem.dims().q_heads, self.problem.sequences().len());
+            let sequence = if slopes.len() == sequences * heads { self.index } else { 0 };
+            score -= f64::from(slopes[sequence * heads + self.h]) * distance as f64;
         }
         if let Some(mask) = &self.inputs.mask {
             let bias = mask.bias([self.index, self.h, self.i, j]);

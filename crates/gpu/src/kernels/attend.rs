@@ -46,6 +46,10 @@ pub struct Attend {
     pub left: i32,
     /// Keys to the right of it that its window shows; `i32::MAX` where it has no right bound.
     pub right: i32,
+    /// Keys of a chunk, of which a query sees its own; 0 where there are none.
+    pub chunk: u32,
+    /// From the ALiBi slopes of a sequence to those of the next; 0 where all sequences have the same.
+    pub alibi_stride: u32,
     /// Factor of `q . k`: `scale log2 e`, or `scale / softcap` where there is a softcap.
     pub scale: f32,
     /// `softcap log2 e`; 0 where there is none.

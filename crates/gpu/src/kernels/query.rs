@@ -118,10 +118,17 @@ pub struct VisibleKeys {
 #[device]
 pub fn visible_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
     let position = tile.sequence.offset + (row / params.group) as i32;
-    let keys = VisibleKeys {
+    let mut keys = VisibleKeys {
         begin: position.saturating_sub(params.left).clamp(0, tile.sequence.kv_len),
         end: position.saturating_add(params.right).saturating_add(1).clamp(0, tile.sequence.kv_len),
     };
+    if params.chunk > 0 {
+        // A position before key 0 is in no chunk that has keys.
+        let first = position / params.chunk as i32 * params.chunk as i32;
+        let next = if position < 0 { 0 } else { first.saturating_add(params.chunk as i32) };
+        keys.begin = keys.begin.max(first.min(tile.sequence.kv_len));
+        keys.end = keys.end.min(next);
+    }
     keys
 }
 
@@ -143,7 +150,7 @@ pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend,
     }
     if has.alibi {
         bound.result = result_of(tile, params, row);
-        let slope = slopes[head];
+        let slope = slopes[tile.index * params.alibi_stride + head];
         // Slopes in the memory of a device are not validated: a row whose slope is too large becomes NaN.
         bound.slope = select(slope.abs() <= MAX_ALIBI_SLOPE, slope * LOG2E, f32::NAN);
         bound.shift = -slope * position.abs_diff(bound.position) as f32;

@@ -23,8 +23,9 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
         unsafe {
             let (max, sum) = (f64::from(*state.max_sum.max.add(r)), f64::from(*state.max_sum.sum.add(r)));
             let sink = work.task.run.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
-            let shift = |slope| work.task.query(first + r).alibi_shift(problem, slope);
-            let shift = work.task.run.scoring.alibi_slope(h).map_or(0.0, shift);
+            let query = work.task.query(first + r);
+            let slope = work.task.run.scoring.alibi_slope(query.index, h);
+            let shift = slope.map_or(0.0, |slope| query.alibi_shift(problem, slope));
             let (scale, lse) = normalizer(max, sum, sink, shift, !work.cx.lse.is_null());
             let row = work.task.sequence.q_start + i;
             let dst = out.row(work.task.sequence.batch, h, row);

@@ -292,7 +292,7 @@ fn modifiers<'a, S: Simd, P: Products<S>>(
         scale: task.factor_of_scores(query).unwrap_or_else(|| P::scale_of_scores(task.score_scale())),
         offset: 0.0,
         softcap: scoring.softcap,
-        alibi: scoring.alibi_slope(query.head).map(alibi),
+        alibi: scoring.alibi_slope(query.index, query.head).map(alibi),
     };
     Modifiers { terms, mask }
 }

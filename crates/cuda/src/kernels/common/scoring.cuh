@@ -35,14 +35,20 @@ struct KeyRange {
 DEVICE KeyRange visible_keys(const ForwardParams& p, const WorkTile& work_tile, i64 position) {
     u32 begin = p.window_left < 0 ? 0 : clamp(position - p.window_left, work_tile.kv_len);
     u32 end = p.window_right < 0 ? work_tile.kv_len : clamp(position + p.window_right + 1, work_tile.kv_len);
+    if (p.chunk > 0) {
+        // A position before key 0 is in no chunk that has keys.
+        i64 first = position / p.chunk * p.chunk;
+        begin = max(begin, clamp(first, work_tile.kv_len));
+        end = position < 0 ? 0 : min(end, clamp(first + p.chunk, work_tile.kv_len));
+    }
     return {begin, end};
 }
 
 // ---- ALiBi
 
-// The slope of a head. The host cannot refuse one whose biases would overflow: its rows are NaN.
-DEVICE float alibi_slope(const ForwardParams& p, u32 head) {
-    float slope = ((const float*)p.alibi_slopes)[head];
+// The slope of a head of a sequence. The host cannot refuse one whose biases would overflow: its rows are NaN.
+DEVICE float alibi_slope(const ForwardParams& p, const WorkTile& work_tile, u32 head) {
+    float slope = ((const float*)p.alibi_slopes)[work_tile.sequence * p.alibi_stride + head];
     return fabsf(slope) <= MAX_ALIBI_SLOPE ? slope : NAN;
 }
 
@@ -58,7 +64,7 @@ DEVICE float alibi_shift(const ForwardParams& p, const WorkTile& work_tile, QRow
     if (!p.alibi_slopes) return 0.f;
     i64 position = work_tile.q_offset + at.position;
     i64 distance = position - nearest_visible(visible_keys(p, work_tile, position), position);
-    return -alibi_slope(p, at.head) * (float)(distance < 0 ? -distance : distance);
+    return -alibi_slope(p, work_tile, at.head) * (float)(distance < 0 ? -distance : distance);
 }
 
 // ---- rows
@@ -74,7 +80,7 @@ DEVICE void set_bias(UnbiasedRow&, const ForwardParams&, const WorkTile&, QRow, 
 
 DEVICE void set_bias(BiasedRow& row, const ForwardParams& p, const WorkTile& work_tile, QRow at, const KeyRange& visible, i64 position) {
     row.alibi_position = nearest_visible(visible, position);
-    if (p.alibi_slopes) row.alibi_slope = alibi_slope(p, at.head) * LOG2E;
+    if (p.alibi_slopes) row.alibi_slope = alibi_slope(p, work_tile, at.head) * LOG2E;
     row.tree_key = work_tile.kv_len - work_tile.q_len;
     if (p.tree_mask) row.tree_mask = p.tree_mask + (u64)((work_tile.q_start + at.position) * p.tree_row);
     if (p.mask.at) row.mask = p.mask.at + (u64)(work_tile.sequence * p.mask.batch + at.head * p.mask.head + at.position * p.mask.row);
