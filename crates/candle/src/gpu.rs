@@ -4,8 +4,8 @@
 
 use crate::options::{Mask, Options};
 use crate::storage::{
-    Axes, Qkv, Stored, check_inside, check_no_gradient, logical, logical_mask, lse_dims, read, refused,
-    refused_shape,
+    Axes, Qkv, Stored, check_inside, check_no_gradient, counted, logical, logical_mask, lse_dims, read,
+    refused, refused_shape,
 };
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -80,11 +80,12 @@ pub(crate) fn apply(
 }
 
 /// Checks that all tensors of a call are on its device, and that none needs a gradient that the call does not give; makes its lists dense.
-fn prepare(tensors: Qkv<&Tensor>, options: &mut Options, device: &Device) -> Result<()> {
+pub(crate) fn prepare(tensors: Qkv<&Tensor>, options: &mut Options, device: &Device) -> Result<()> {
     tensors.each(|name, tensor| check_same_device(name, tensor, device))?;
-    let list = |name, of: Option<Tensor>| of.map(|tensor| dense_list(name, &tensor, device)).transpose();
-    options.alibi_slopes = list("alibi_slopes", options.alibi_slopes.take())?;
-    options.sinks = list("sinks", options.sinks.take())?;
+    let list =
+        |name, of: Option<Tensor>, axes| of.map(|tensor| dense_list(name, &tensor, axes, device)).transpose();
+    options.alibi_slopes = list("alibi_slopes", options.alibi_slopes.take(), 2)?;
+    options.sinks = list("sinks", options.sinks.take(), 1)?;
     match &options.mask {
         None => {}
         Some(Mask::Visible(mask)) => check_same_device("mask", mask, device)?,
@@ -99,7 +100,7 @@ fn prepare(tensors: Qkv<&Tensor>, options: &mut Options, device: &Device) -> Res
     Ok(())
 }
 
-fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
+pub(crate) fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
     if tensor.device().same_device(device) {
         return Ok(());
     }
@@ -112,12 +113,14 @@ fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()>
 }
 
 /// A list of contiguous f32 elements on the device.
-fn dense_list(name: &str, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+fn dense_list(name: &str, tensor: &Tensor, axes: usize, device: &Device) -> Result<Tensor> {
     check_same_device(name, tensor, device)?;
     check_no_gradient(name, tensor)?;
     match (tensor.dtype(), tensor.rank()) {
-        (DType::F32, 1) => tensor.contiguous(),
-        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
+        (DType::F32, rank) if rank > 0 && rank <= axes => tensor.contiguous(),
+        (dtype, _) => {
+            bail!("{name} is {dtype:?} of shape {:?}, expected F32 of {}", tensor.dims(), counted(axes))
+        }
     }
 }
 
@@ -127,7 +130,7 @@ fn of(name: &str, error: impl fmt::Display) -> Error {
 }
 
 impl<'a, S: GpuStorage> Stored<'a, S> {
-    fn dtype(&self, expected: &str) -> Result<Dtype> {
+    pub(crate) fn dtype(&self, expected: &str) -> Result<Dtype> {
         match self.storage.dtype() {
             DType::F32 => Ok(Dtype::F32),
             DType::F16 => Ok(Dtype::F16),
@@ -158,13 +161,13 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
     }
 
     /// Lends the tensor as elements, without a copy. Any strides are accepted, but elements of `dim` must be contiguous.
-    fn elements(&self, on: &'a DeviceOf<S>, axes: Axes) -> Result<Lent<'a, S>> {
+    pub(crate) fn elements(&self, on: &'a DeviceOf<S>, axes: Axes) -> Result<Lent<'a, S>> {
         let (shape, strides) = logical(self.name, self.layout, axes)?;
         self.lend(on, scalar_type(self.dtype("F32, F16 or BF16")?), shape, strides)
     }
 
     /// Lends the tensor as a list of f32; [`prepare`] has made it dense.
-    fn list(&self, on: &'a DeviceOf<S>) -> Result<Lent<'a, S>> {
+    pub(crate) fn list(&self, on: &'a DeviceOf<S>) -> Result<Lent<'a, S>> {
         let len = self.layout.shape().elem_count();
         let mut list = self.lend(on, ScalarType::F32, [1, 1, 1, len], [len, len, len, 1])?;
         list.span.len = len;
@@ -172,7 +175,7 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
     }
 
     /// Lends the tensor as a mask: its elements are added to scores or, if `visible`, are bytes that say which keys are visible.
-    fn mask(&self, on: &'a DeviceOf<S>, visible: bool) -> Result<(Lent<'a, S>, MaskKind)> {
+    pub(crate) fn mask(&self, on: &'a DeviceOf<S>, visible: bool) -> Result<(Lent<'a, S>, MaskKind)> {
         let (shape, strides) = logical_mask(self.layout)?;
         let kind = match (visible, self.storage.dtype()) {
             (true, DType::U8) => MaskKind::Bool,
@@ -184,22 +187,22 @@ impl<'a, S: GpuStorage> Stored<'a, S> {
 }
 
 /// A tensor as flashtile sees it, in memory that the launches of a call use.
-struct Lent<'a, S: GpuStorage> {
+pub(crate) struct Lent<'a, S: GpuStorage> {
     name: &'static str,
     memory: Memory<S>,
     /// The elements from the tensor's first one on.
     span: Span,
-    shape: [usize; 4],
-    strides: [usize; 4],
+    pub(crate) shape: [usize; 4],
+    pub(crate) strides: [usize; 4],
     _guard: S::Guard<'a>,
 }
 
 impl<S: GpuStorage> Lent<'_, S> {
-    fn view(&self) -> View<'_, Memory<S>> {
+    pub(crate) fn view(&self) -> View<'_, Memory<S>> {
         View::new(&self.memory, self.span)
     }
 
-    fn tensor(&self) -> Result<GpuTensor<'_, Memory<S>>> {
+    pub(crate) fn tensor(&self) -> Result<GpuTensor<'_, Memory<S>>> {
         GpuTensor::new(self.view(), self.shape, self.strides).map_err(|error| of(self.name, error))
     }
 
@@ -217,7 +220,7 @@ struct Tensors<'a, S> {
 }
 
 /// Calls a function with the memory of a tensor, if there is a tensor.
-fn read_option<S: 'static, T>(
+pub(crate) fn read_option<S: 'static, T>(
     name: &'static str,
     tensor: Option<&Tensor>,
     run: impl FnOnce(Option<Stored<'_, S>>) -> Result<T>,
@@ -362,7 +365,7 @@ impl Op {
 }
 
 /// New memory from candle.
-fn uninit<S: GpuStorage>(device: &S::Device, dims: &Shape, dtype: Dtype) -> Result<S> {
+pub(crate) fn uninit<S: GpuStorage>(device: &S::Device, dims: &Shape, dtype: Dtype) -> Result<S> {
     let dtype = match dtype {
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
@@ -373,6 +376,6 @@ fn uninit<S: GpuStorage>(device: &S::Device, dims: &Shape, dtype: Dtype) -> Resu
 }
 
 /// The first elements of new memory.
-fn first<M>(memory: &mut M, dtype: Dtype, len: usize) -> ViewMut<'_, M> {
+pub(crate) fn first<M>(memory: &mut M, dtype: Dtype, len: usize) -> ViewMut<'_, M> {
     ViewMut::new(memory, Span { element: scalar_type(dtype), offset: 0, len })
 }

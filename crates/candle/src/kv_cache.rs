@@ -1,14 +1,18 @@
 //! KV caches for candle tensors.
 
+#[cfg(feature = "cuda")]
+use crate::cuda_cache::{CudaCache, CudaStep};
 use crate::options::Options;
 use crate::storage::{
     Axes, CallAxes, Op, Qkv, Stored, TensorLayout, check_device, refused, refused_shape, write_new, zeros,
 };
-use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
-use flashtile::{CacheDesc, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
+use candle_core::{CpuStorage, Device, Result, Shape, Tensor, bail};
+use flashtile::cache::CacheMemory;
+use flashtile::{CacheDesc, HybridCache, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
 use std::cell::RefCell;
 
-/// Keys and values of many sequences, for all layers of a model: in pages, slots or rings, as plain elements or quantized.
+/// Keys and values of many sequences, for all layers of a model: in pages, slots or rings, as plain elements or quantized. On the CPU, or
+/// with the feature `cuda` in the memory of a CUDA device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,7 +34,38 @@ use std::cell::RefCell;
 /// Caches are for inference: results of a step have no gradient.
 #[derive(Debug)]
 pub struct KvCache {
-    inner: flashtile::KvCache,
+    inner: Inner,
+}
+
+#[derive(Debug)]
+enum Inner {
+    Host(HybridCache),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<CudaCache>),
+}
+
+/// An expression over the [`HybridCache`] of a [`KvCache`], wherever it lies.
+macro_rules! with {
+    ($self:ident, $cache:ident => $result:expr) => {
+        match &$self.inner {
+            Inner::Host($cache) => $result.map_err(refused),
+            #[cfg(feature = "cuda")]
+            Inner::Cuda(of) => {
+                let $cache = &of.cache;
+                $result.map_err(refused)
+            }
+        }
+    };
+    ($self:ident, mut $cache:ident => $result:expr) => {
+        match &mut $self.inner {
+            Inner::Host($cache) => $result.map_err(refused),
+            #[cfg(feature = "cuda")]
+            Inner::Cuda(of) => {
+                let $cache = &mut of.cache;
+                $result.map_err(refused)
+            }
+        }
+    };
 }
 
 impl KvCache {
@@ -39,7 +74,24 @@ impl KvCache {
     /// # Errors
     /// If the description is wrong, or there is no memory.
     pub fn new(desc: CacheDesc) -> Result<Self> {
-        Ok(Self { inner: flashtile::KvCache::new(desc).map_err(refused)? })
+        Self::of_layers(&[desc], &Device::Cpu)
+    }
+
+    /// An empty cache on a device, of layers that may differ: descriptions come in the order of the layers, and one with `layers: n` stands
+    /// for `n` layers that follow each other. Tensors of its steps lie on the same device.
+    ///
+    /// # Errors
+    /// If a description is wrong, there is no memory, or the device is of Metal.
+    pub fn of_layers(layers: &[CacheDesc], device: &Device) -> Result<Self> {
+        match device {
+            Device::Cpu => Ok(Self { inner: Inner::Host(HybridCache::new(layers).map_err(refused)?) }),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => Ok(Self { inner: Inner::Cuda(Box::new(CudaCache::new(layers, device)?)) }),
+            other => bail!(
+                "a KvCache is on the CPU, or with the feature cuda on a CUDA device, and not on {:?}",
+                other.location()
+            ),
+        }
     }
 
     /// A new, empty sequence.
@@ -47,7 +99,7 @@ impl KvCache {
     /// # Errors
     /// If all slots are taken.
     pub fn create(&mut self) -> Result<SeqId> {
-        self.inner.create().map_err(refused)
+        with!(self, mut cache => cache.create())
     }
 
     /// A second sequence of the same tokens. In a paged cache, both use the same pages.
@@ -55,7 +107,7 @@ impl KvCache {
     /// # Errors
     /// If the sequence does not exist, or there is no room.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
-        self.inner.fork(seq).map_err(refused)
+        with!(self, mut cache => cache.fork(seq))
     }
 
     /// Ends a sequence and frees the pages that only it holds.
@@ -63,7 +115,7 @@ impl KvCache {
     /// # Errors
     /// If the sequence does not exist.
     pub fn remove(&mut self, seq: SeqId) -> Result<()> {
-        self.inner.remove(seq).map_err(refused)
+        with!(self, mut cache => cache.remove(seq))
     }
 
     /// Number of tokens of a sequence.
@@ -71,7 +123,7 @@ impl KvCache {
     /// # Errors
     /// If the sequence does not exist.
     pub fn len(&self, seq: SeqId) -> Result<usize> {
-        self.inner.len(seq).map_err(refused)
+        with!(self, cache => cache.len(seq))
     }
 
     /// Keeps the first `len` tokens of a sequence.
@@ -79,19 +131,42 @@ impl KvCache {
     /// # Errors
     /// If the sequence does not exist, or has fewer tokens.
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<()> {
-        self.inner.truncate(seq, len).map_err(refused)
+        with!(self, mut cache => cache.truncate(seq, len))
     }
 
-    /// The cache itself, with all of its other methods.
+    /// Drops the tokens of a sequence before a position, such as those that no window reaches any more.
+    ///
+    /// # Errors
+    /// If the sequence does not exist, or has fewer tokens.
+    pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<()> {
+        with!(self, mut cache => cache.forget(seq, before))
+    }
+
+    /// Sets the mean `(kv_heads, dim)` that is subtracted from the quantized keys of a layer before they are stored.
+    ///
+    /// # Errors
+    /// As [`HybridCache::set_key_mean`].
+    pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<()> {
+        with!(self, mut cache => cache.set_key_mean(layer, mean))
+    }
+
+    /// Memory use.
     #[must_use]
-    pub const fn inner(&self) -> &flashtile::KvCache {
-        &self.inner
+    pub fn memory(&self) -> CacheMemory {
+        match &self.inner {
+            Inner::Host(cache) => cache.memory(),
+            #[cfg(feature = "cuda")]
+            Inner::Cuda(of) => of.cache.memory(),
+        }
     }
 
-    /// The cache itself, mutable: to snapshot and restore sequences, or to set the mean of quantized keys
-    /// ([`set_key_mean`](flashtile::KvCache::set_key_mean)).
-    pub const fn inner_mut(&mut self) -> &mut flashtile::KvCache {
-        &mut self.inner
+    /// The cache itself, where it is in main memory: to snapshot and restore sequences, and to read its pages.
+    pub const fn host_mut(&mut self) -> Option<&mut HybridCache> {
+        match &mut self.inner {
+            Inner::Host(cache) => Some(cache),
+            #[cfg(feature = "cuda")]
+            Inner::Cuda(_) => None,
+        }
     }
 
     /// Begins a step: adds the given number of tokens to each listed sequence, which every layer then stores and attends to.
@@ -99,7 +174,12 @@ impl KvCache {
     /// # Errors
     /// If there is no room for the tokens; the cache is unchanged then.
     pub fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>> {
-        Ok(Step { inner: self.inner.step(batch).map_err(refused)? })
+        let inner = match &mut self.inner {
+            Inner::Host(cache) => StepInner::Host(cache.step(batch).map_err(refused)?),
+            #[cfg(feature = "cuda")]
+            Inner::Cuda(cache) => StepInner::Cuda(cache.step(batch)?),
+        };
+        Ok(Step { inner })
     }
 }
 
@@ -107,7 +187,14 @@ impl KvCache {
 #[derive(Debug)]
 #[must_use = "a step that is dropped takes its tokens back"]
 pub struct Step<'c> {
-    inner: flashtile::Step<'c>,
+    inner: StepInner<'c>,
+}
+
+#[derive(Debug)]
+enum StepInner<'c> {
+    Host(flashtile::Step<'c>),
+    #[cfg(feature = "cuda")]
+    Cuda(CudaStep<'c>),
 }
 
 impl Step<'_> {
@@ -139,7 +226,6 @@ impl Step<'_> {
         options: &Options,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let tensors = Qkv { q, k, v };
-        tensors.each(check_device)?;
         if options.sequences != Sequences::Dense || options.tables.is_some() {
             bail!("options divide tensors into sequences: a step does that")
         }
@@ -173,7 +259,7 @@ impl Step<'_> {
 
     /// Checks that a tensor divides into sequences as the step does.
     fn check_sequences(&self, name: &str, sequences: usize, tokens: usize) -> Result<()> {
-        let lens = self.inner.lens();
+        let lens = self.lens();
         if lens.len() != sequences || lens.iter().any(|lens| lens.q_len != tokens) {
             let expected: Vec<usize> = lens.iter().map(|lens| lens.q_len).collect();
             bail!(
@@ -189,8 +275,14 @@ impl Step<'_> {
         Qkv { q, k, v }: Qkv<&Tensor>,
         options: &Options,
     ) -> Result<(Tensor, Option<Tensor>)> {
+        let host = match &mut self.inner {
+            StepInner::Host(step) => step,
+            #[cfg(feature = "cuda")]
+            StepInner::Cuda(step) => return step.attend(layer, Qkv { q, k, v }, options),
+        };
+        Qkv { q, k, v }.each(check_device)?;
         let lse = options.lse.then(|| RefCell::new(Vec::new()));
-        let step = RefCell::new(&mut self.inner);
+        let step = RefCell::new(host);
         let run =
             |tensors: Qkv<Stored<'_>>| attend(&mut step.borrow_mut(), layer, tensors, options, lse.as_ref());
         let out = q.apply_op3_no_bwd(k, v, &Op { name: "attend", run })?;
@@ -203,13 +295,21 @@ impl Step<'_> {
     /// # Errors
     /// If the rows of a layer were not stored; the step removes its tokens then.
     pub fn finish(self) -> Result<()> {
-        self.inner.finish().map_err(refused)
+        match self.inner {
+            StepInner::Host(step) => step.finish().map_err(refused),
+            #[cfg(feature = "cuda")]
+            StepInner::Cuda(step) => step.step.finish().map_err(refused),
+        }
     }
 
     /// Lengths of the sequences in this step, in the order of the batch.
     #[must_use]
     pub fn lens(&self) -> &[SeqLens] {
-        self.inner.lens()
+        match &self.inner {
+            StepInner::Host(step) => step.lens(),
+            #[cfg(feature = "cuda")]
+            StepInner::Cuda(step) => step.lens(),
+        }
     }
 }
 

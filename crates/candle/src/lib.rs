@@ -3,6 +3,8 @@
 mod compat;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_cache;
 mod dispatch;
 #[cfg(any(feature = "cuda", feature = "metal"))]
 mod gpu;

@@ -61,7 +61,7 @@ pub struct Options {
     pub softcap: Option<f32>,
     /// The keys that each query sees, or terms that are added to scores.
     pub mask: Option<Mask>,
-    /// Slopes `(heads of q)` in F32: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
+    /// Slopes `(heads of q)` or `(sequences, heads of q)` in F32: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
     pub alibi_slopes: Option<Tensor>,
     /// Logits `(heads of q)` in F32 that join the denominator of the softmax.
     pub sinks: Option<Tensor>,
@@ -190,16 +190,22 @@ impl Options {
         self
     }
 
+    /// The options that are no tensors, as flashtile's, without sequences.
+    pub(crate) fn numbers<'a>(&self) -> Attention<'a> {
+        let mut options = Attention::full();
+        options.visibility = self.visibility;
+        options.q_offset = self.q_offset;
+        options.scale = self.scale;
+        options.softcap = self.softcap;
+        options
+    }
+
     /// Calls a function with these options as flashtile's, without sequences.
     pub(crate) fn with<T>(&self, run: impl FnOnce(&Attention<'_>) -> Result<T>) -> Result<T> {
-        let slopes = self.alibi_slopes.as_ref().map(|of| list_f32("alibi_slopes", of)).transpose()?;
-        let sinks = self.sinks.as_ref().map(|of| list_f32("sinks", of)).transpose()?;
+        let slopes = self.alibi_slopes.as_ref().map(|of| list_f32("alibi_slopes", of, 2)).transpose()?;
+        let sinks = self.sinks.as_ref().map(|of| list_f32("sinks", of, 1)).transpose()?;
         Mask::with(self.mask.as_ref(), |mask| {
-            let mut options = Attention::full();
-            options.visibility = self.visibility;
-            options.q_offset = self.q_offset;
-            options.scale = self.scale;
-            options.softcap = self.softcap;
+            let mut options = self.numbers();
             options.mask = mask;
             options.alibi_slopes = slopes.as_deref();
             options.sinks = sinks.as_deref();

@@ -383,13 +383,20 @@ pub(crate) fn read<S: 'static, T>(
 }
 
 /// A list of f32, such as ALiBi slopes.
-pub(crate) fn list_f32(name: &'static str, tensor: &Tensor) -> Result<Vec<f32>> {
+pub(crate) fn list_f32(name: &'static str, tensor: &Tensor, axes: usize) -> Result<Vec<f32>> {
     check_device(name, tensor)?;
     check_no_gradient(name, tensor)?;
     match (tensor.dtype(), tensor.rank()) {
-        (DType::F32, 1 | 2) => tensor.flatten_all()?.to_vec1::<f32>(),
-        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis or two", tensor.dims()),
+        (DType::F32, rank) if rank > 0 && rank <= axes => tensor.flatten_all()?.to_vec1::<f32>(),
+        (dtype, _) => {
+            bail!("{name} is {dtype:?} of shape {:?}, expected F32 of {}", tensor.dims(), counted(axes))
+        }
     }
+}
+
+/// Up to this many axes, in words.
+pub(crate) const fn counted(axes: usize) -> &'static str {
+    if axes > 1 { "one axis or two" } else { "one axis" }
 }
 
 /// A list of lengths, in any type of integers.

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// A name, and cases.
 type Group = (&'static str, fn(&mut Run));
 
-const GROUPS: [Group; 6] = [
+const GROUPS: [Group; 7] = [
     ("f32", |run| dense(run, DType::F32)),
     ("f16", |run| {
         dense(run, DType::F16);
@@ -34,6 +34,7 @@ const GROUPS: [Group; 6] = [
     ("options", every_option),
     ("packed", packed),
     ("paged", paged),
+    ("caches", caches),
 ];
 
 /// Groups that need a device. The last one runs after the others, as it measures.
@@ -578,6 +579,59 @@ fn paged(run: &mut Run) {
             })
         },
     );
+}
+
+/// Steps over a cache on the device, of layers that differ, beside those over a cache on the CPU.
+fn caches(run: &mut Run) {
+    for (dtype, codec) in [
+        (DType::F32, Codec::F32),
+        (DType::BF16, Codec::BF16),
+        (DType::F16, Codec::Int8),
+        (DType::BF16, Codec::Tq4),
+    ] {
+        run.case(&format!("steps over a KvCache of {codec}, {dtype:?}"), |device| {
+            let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 };
+            let layers = [
+                CacheDesc::new(CacheLayout::Paged { pages: 16, page_size: 16 }, shape, codec),
+                CacheDesc::new(CacheLayout::Ring { slots: 2, capacity: 64 }, shape, codec),
+            ];
+            let mut on_device = KvCache::of_layers(&layers, device)?;
+            let mut on_host = KvCache::of_layers(&layers, &Device::Cpu)?;
+            let seqs = [on_device.create()?, on_device.create()?];
+            let host_seqs = [on_host.create()?, on_host.create()?];
+            let mut most = 0f64;
+            for (n, tokens) in [[30, 3], [5, 1], [1, 1], [1, 17], [1, 1]].into_iter().enumerate() {
+                let total = tokens.iter().sum();
+                let batch = |seqs: [_; 2]| seqs.into_iter().zip(tokens).collect::<Vec<_>>();
+                let mut step = on_device.step(&batch(seqs))?;
+                let mut host_step = on_host.step(&batch(host_seqs))?;
+                for (layer, options) in
+                    [Options::decode(), Options::decode().window(20, 0).lse()].iter().enumerate()
+                {
+                    let seed = (10 * n + layer) as u64;
+                    let make = |heads, seed| random(&[total, heads, 64], seed, dtype, device);
+                    let [q, k, v] = &[make(8, seed)?, make(2, seed + 100)?, make(2, seed + 200)?];
+                    let (out, lse) = step.attend_with(layer, q, k, v, options)?;
+                    let [q, k, v] = [q, k, v].map(|x| x.to_device(&Device::Cpu).unwrap());
+                    let (host_out, host_lse) = host_step.attend_with(layer, &q, &k, &v, options)?;
+                    most = most.max(distance(&out, &host_out)?);
+                    if let (Some(lse), Some(host)) = (lse, host_lse) {
+                        most = most.max(distance(&lse, &host)? / 4.0);
+                    }
+                }
+                step.finish()?;
+                host_step.finish()?;
+            }
+            on_device.remove(seqs[1])?;
+            let fork = on_device.fork(seqs[0])?;
+            assert_eq!(on_device.len(fork)?, on_host.len(host_seqs[0])?);
+            assert_eq!(on_device.memory().bytes_reserved, on_host.memory().bytes_reserved);
+            if most > 2.0 * tolerance(dtype) {
+                bail!("{most:e} from the cache on the CPU")
+            }
+            Ok(Found::Said(format!("{most:.1e} from the cache on the CPU")))
+        });
+    }
 }
 
 fn plans(run: &mut Run) {

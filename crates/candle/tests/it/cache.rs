@@ -154,7 +154,7 @@ fn sequences_fork_and_roll_back() -> Result<()> {
     cache.truncate(b, 9)?;
     assert!(same(&run(&mut cache, b, 9, 3)?, &of_a));
     cache.remove(a)?;
-    assert!(cache.len(a).is_err() && cache.inner().desc().layers == LAYERS);
+    assert!(cache.len(a).is_err() && cache.memory().sequences == 1);
     let error = cache.step(&[(b, 1000)]).unwrap_err().to_string();
     assert!(error.contains("pages"), "{error}");
     assert_eq!(cache.len(b)?, 12);
