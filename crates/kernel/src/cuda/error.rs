@@ -18,6 +18,11 @@ pub enum Error {
         /// Names and places that were tried.
         tried: String,
     },
+    /// The program is linked statically, with musl, and cannot load a library of NVIDIA's.
+    Static {
+        /// The library: `driver` or `NVRTC`.
+        library: &'static str,
+    },
     /// There is no such device.
     NoDevice {
         /// The index of the device.
@@ -113,6 +118,9 @@ impl std::fmt::Display for Error {
         match self {
             Self::Missing { library, tried } => {
                 write!(f, "no NVIDIA {library} on this machine: tried {tried}")
+            }
+            Self::Static { library } => {
+                write!(f, "no NVIDIA {library}: this program is linked statically and loads no libraries")
             }
             Self::NoDevice { ordinal, count } => {
                 write!(f, "no CUDA device {ordinal}: this machine has {count}, counted from 0")

@@ -54,7 +54,8 @@ impl Gpu {
     /// Number of devices of this machine.
     ///
     /// # Errors
-    /// [`Error::Missing`] where there is no driver, [`Error::Driver`] where it does not answer.
+    /// [`Error::Missing`] where there is no driver, [`Error::Static`] in a program that cannot load it, [`Error::Driver`] where it does
+    /// not answer.
     pub fn count() -> Result<usize, Error> {
         library::driver()?;
         cudarc::driver::result::init().map_err(Error::driver("start of the driver"))?;

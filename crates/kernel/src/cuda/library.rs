@@ -19,9 +19,15 @@ const NVRTC_NAMES: &[&str] = if cfg!(windows) {
 /// The names by which cudarc loads the driver.
 const DRIVER_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 
+/// `dlopen` always fails in a program that is linked with musl statically.
+const LOADS_LIBRARIES: bool = !cfg!(all(target_env = "musl", target_feature = "crt-static"));
+
 /// Asks for the driver before anything calls it. cudarc's own question is not there in a program that links to the driver, as one does
 /// that has candle in it.
 pub(super) fn driver() -> Result<(), Error> {
+    if !LOADS_LIBRARIES {
+        return Err(Error::Static { library: "driver" });
+    }
     // SAFETY: loads the library by the system's rules; NVIDIA's initialisers have no preconditions.
     if DRIVER_NAMES.iter().any(|&name| unsafe { Library::new(name) }.is_ok()) {
         return Ok(());
@@ -31,6 +37,9 @@ pub(super) fn driver() -> Result<(), Error> {
 
 /// The library of the compiler, and the path or name by which it was found.
 pub(super) fn nvrtc() -> Result<&'static (Library, String), Error> {
+    if !LOADS_LIBRARIES {
+        return Err(Error::Static { library: "NVRTC" });
+    }
     static LIBRARY: OnceLock<Result<(Library, String), String>> = OnceLock::new();
     let found = LIBRARY.get_or_init(|| {
         let candidates = candidates();
