@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import ARGUMENTS, ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, say, start, step
+from tools import OPERATORS, WHEEL, ZIG, apt, pip, pip_of, rust_targets, toolchain, virtual
 
 # Nothing here is built a second time after an edit, which is all that the many small units of incremental builds are for.
 os.environ.setdefault("CARGO_INCREMENTAL", "0")
@@ -22,9 +23,8 @@ os.environ.setdefault("CARGO_INCREMENTAL", "0")
 MSRV = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
 TARGETS = ["aarch64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-gnu"]
 
-# Python packages with the compilers that tests of printed kernels call.
+# The Python package with the compiler of CUDA kernels.
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
-ZIG = "ziglang==0.15.2"
 
 # Seconds that a build may take on 2 cores. Machines differ: a step fails at twice as many.
 FIRST_COMMAND = {"wall": 90, "CPU": 170}
@@ -37,28 +37,7 @@ EDITS = [
 ]
 
 
-# Tools, installed where they are not.
-
-
-def toolchain(name, *components):
-    """A toolchain of rustup with these components."""
-    code, installed = output("rustup", "component", "list", "--installed", "--toolchain", name)
-    has = [line.startswith(components) for line in installed.split()]
-    if code != 0 or sum(has) < len(components):
-        run("rustup", "toolchain", "install", name, "--profile", "minimal", *(f"--component={c}" for c in components))
-    return name
-
-
-def pip(package):
-    """The folder of a Python package, which is installed into a folder of its own, once."""
-    folder = TARGET / "ci" / "tools" / package
-    if not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        quiet = ["--quiet", "--disable-pip-version-check", "--root-user-action=ignore"]
-        run(sys.executable, "-m", "pip", "install", *quiet, "--no-deps", "--target", part, package)
-        part.rename(folder)
-    return folder
+# Compilers and devices of GPU kernels.
 
 
 @functools.cache
@@ -86,19 +65,6 @@ def clang():
         compiler.chmod(0o755)
     found = {"FLASHTILE_CLANG": zig, "FLASHTILE_CXX": compiler}
     return {name: path for name, path in found.items() if name not in os.environ}
-
-
-def apt(package, program):
-    """A program of a Debian package; skips where it cannot be installed."""
-    if shutil.which(program):
-        return
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        raise Skipped(f"{program} is not installed, and there is no apt-get or no right to use it")
-    if output("apt-get", "install", "-y", package)[0] != 0:
-        output("apt-get", "update")
-        code, said = output("apt-get", "install", "-y", package)
-        if code != 0:
-            raise Skipped(f"{package} cannot be installed: {said.strip().splitlines()[-1]}")
 
 
 @functools.cache
@@ -193,10 +159,7 @@ def publish():
 
 def clippy_for_targets(*packages):
     """Checked, not linked: that needs no linker of the target. Clippy is a check that also denies warnings."""
-    installed = output("rustup", "target", "list", "--installed")[1].split()
-    missing = [target for target in TARGETS if target not in installed]
-    if missing:
-        run("rustup", "target", "add", *missing)
+    rust_targets(TARGETS)
     every = [word for target in TARGETS for word in ("--target", target)]
     run("cargo", "clippy", "--locked", *every, *packages, "--", "-D", "warnings")
 
@@ -401,10 +364,6 @@ def own_kernel():
     run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
 
 
-# Workspaces of their own, whose many crates tests of flashtile should not wait for. Most crates of Python's are of candle's too.
-OPERATORS = {"CARGO_TARGET_DIR": TARGET / "candle"}
-
-
 @step("candle", "operators of candle: clippy, tests, documentation and licences")
 def candle():
     workspace = ["--locked", "-q", "--workspace", "--manifest-path", "crates/candle/Cargo.toml"]
@@ -465,8 +424,7 @@ def candle_cuda():
 @step("candle-metal", "operators of candle with the feature metal: clippy for Apple's systems", full=True)
 def candle_metal():
     target = "aarch64-apple-darwin"
-    if target not in output("rustup", "target", "list", "--installed")[1].split():
-        run("rustup", "target", "add", target)
+    rust_targets([target])
     manifest = ROOT / "crates" / "candle" / "Cargo.toml"
     options = ["--locked", "-q", "--target", target, "--features", "metal", "--manifest-path", manifest]
     run("cargo", "clippy", *options, "--", "-D", "warnings", env=OPERATORS)
@@ -490,28 +448,9 @@ def candle_msrv():
     return f"Rust {oldest}"
 
 
-# Packages that build and test the wheel, and libraries of models that use it: the newest and one minor version before, on one PyTorch.
-WHEEL = ["maturin==1.16.0", "ml_dtypes==0.6.0", "numpy==2.4.6", "pytest==9.2.0"]
+# Libraries of models that use the wheel: the newest and one minor version before, on one PyTorch.
 MODELS_OF = ["torch==2.15.0", "transformers==5.23.0"]
 MODELS_BEFORE = "transformers==5.22.2"
-
-
-def pip_of(python):
-    """pip for the virtual environment of an interpreter, which has none of its own."""
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-
-
-def virtual(name, packages):
-    """The interpreter of a virtual environment with these packages, installed once."""
-    folder = TARGET / "ci" / name
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    listed = folder / "packages.txt"
-    if not listed.exists() or listed.read_text() != "\n".join(packages):
-        shutil.rmtree(folder, ignore_errors=True)
-        run(sys.executable, "-m", "venv", "--without-pip", folder)
-        run(*pip_of(python), "install", "--quiet", "--no-compile", *packages)
-        listed.write_text("\n".join(packages))
-    return python
 
 
 @functools.cache
@@ -539,6 +478,10 @@ def pytest(python, *tests, env=None):
         run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, env={"PYTHONDONTWRITEBYTECODE": "1"} | (env or {}), cwd=folder)
 
 
+# Tests that need no PyTorch.
+OVER_NUMPY = ["test_attention.py", "test_cache.py", "test_merge.py", "test_plan.py", "test_docs.py"]
+
+
 def sweep(python, *options, env=None):
     """Compares classes of models of transformers, by the wheel that is installed, with `eager`: versions and counts in one line."""
     script = ROOT / "python" / "tests" / "sweep_transformers.py"
@@ -553,7 +496,7 @@ def python():
     interpreter = virtual("python", WHEEL)
     # Clippy and this profile share build scripts and procedural macros.
     wheel(interpreter, "dev")
-    pytest(interpreter, "test_attention.py", "test_cache.py", "test_merge.py", "test_plan.py", "test_docs.py")
+    pytest(interpreter, *OVER_NUMPY)
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
