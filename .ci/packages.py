@@ -3,9 +3,11 @@
 
     .ci/packages.py [--files | --planted | --docs]
 
-- Every crate of the workspace is published unless its manifest says `publish = false`. Its manifest has what crates.io and docs.rs
-  show, and crates of the workspace are required in exactly the version that is released.
-- cargo packages the crates in the order of their dependencies, each against a registry of the packages before it.
+- Every crate of the workspace is published unless its manifest says `publish = false`, and so is flashtile-candle, whose workspace is its
+  own. Its manifest has what crates.io and docs.rs show, with keywords that crates.io takes, and crates of the workspace are required
+  in exactly the version that is released.
+- cargo packages the crates in the order of their dependencies, each against a registry of the packages before it; flashtile-candle
+  against the unpacked packages, as it would need crates.io to have them.
 - A package holds the sources, the README and both licences, with the text of the repository's own; links of its README work anywhere.
 - The unpacked packages compile: the crates that users name by themselves, and every crate with all features.
 
@@ -23,15 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT, TARGET, environment
+from tools import OPERATORS
 
 # Fields of a manifest that crates.io shows.
 FIELDS = ["description", "license", "repository", "documentation", "readme", "keywords", "categories", "rust_version"]
 LICENCES = ["LICENSE-APACHE", "LICENSE-MIT"]
+# crates.io refuses others, and more than five.
+KEYWORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,19}")
 # Bytes: crates.io takes 10 MiB, and every build of a dependent downloads them.
 MAX_PACKAGE = 1 << 20
 
 # Users depend on these crates, or install them: each is compiled alone, with its default features.
 NAMED_BY_USERS = ["flashtile-kernel", "flashtile", "flashtile-cli"]
+
+# The workspace of flashtile-candle.
+CANDLE = "crates/candle"
 
 # Pages of items that need a feature.
 GATED = {
@@ -84,8 +92,14 @@ def manifest(member, names):
     for field in FIELDS:
         if not member.get(field):
             yield f"{name}: the manifest has no {field}"
+    for list_name in ("keywords", "categories"):
+        if len(member[list_name]) > 5:
+            yield f"{name}: {len(member[list_name])} {list_name}, more than 5"
+    yield from (f"{name}: {word} is no keyword" for word in member["keywords"] if not KEYWORD.fullmatch(word))
     docs = ((member["metadata"] or {}).get("docs") or {}).get("rs") or {}
-    if has_library(member) and (not docs.get("all-features") or docs.get("rustdoc-args") != ["--cfg", "docsrs"]):
+    # docs.rs has no compiler of CUDA, which builds candle with all features.
+    everything = has_library(member) and name != "flashtile-candle"
+    if everything and (not docs.get("all-features") or docs.get("rustdoc-args") != ["--cfg", "docsrs"]):
         yield f"{name}: [package.metadata.docs.rs] does not ask for all features and the cfg docsrs"
     for dependency in member["dependencies"]:
         of, version = dependency["name"], dependency["req"]
@@ -119,11 +133,11 @@ def contents(root, member, packages):
             yield f"{name}: README.md links {''.join(link)}, which leads nowhere on docs.rs"
 
 
-def pack(root, members, packages):
+def pack(root, members, packages, *options):
     """Packages these crates and unpacks them again."""
     target = packages / "target"
     selected = [word for member in members for word in ("-p", member["name"])]
-    cargo(root, "package", "--offline", "--no-verify", "--allow-dirty", "--target-dir", target, *selected)
+    cargo(root, "package", "--offline", "--no-verify", "--allow-dirty", "--target-dir", target, *selected, *options)
     for member in members:
         file = f"{member['name']}-{member['version']}.crate"
         shutil.move(target / "package" / file, packages)
@@ -132,29 +146,51 @@ def pack(root, members, packages):
             archive.extractall(packages, filter=lambda entry, to: tarfile.data_filter(entry, to).replace(mtime=None))
 
 
-def workspace(root, members, packages):
-    """Makes the unpacked crates a workspace, in which they are what the registry would have."""
-    folders = {member["name"]: f"{member['name']}-{member['version']}" for member in members}
+def unpacked(members, packages):
+    """The folder of each crate by its name."""
+    return {member["name"]: packages / f"{member['name']}-{member['version']}" for member in members}
+
+
+def workspace(root, folders, packages):
+    """Makes the unpacked crates of a folder a workspace, in which all of these are what the registry would have."""
+    members = [folder.name for folder in folders.values() if folder.parent == packages]
     # Dependencies are compiled as everywhere else in CI.
     profiles = re.findall(r"^\[profile\.[^]]*\]\n[^[]*", (root / "Cargo.toml").read_text(), re.M)
     (packages / "Cargo.toml").write_text(
-        f'[workspace]\nresolver = "3"\nmembers = {json.dumps(list(folders.values()))}\n\n[patch.crates-io]\n'
-        + "".join(f'{name} = {{ path = "{folder}" }}\n' for name, folder in folders.items())
+        f'[workspace]\nresolver = "3"\nmembers = {json.dumps(members)}\n\n[patch.crates-io]\n'
+        + "".join(f'{name} = {{ path = "{folder.as_posix()}" }}\n' for name, folder in folders.items())
         + "\n"
         + "".join(profiles)
     )
     shutil.copy(root / "Cargo.lock", packages)
 
 
-def compiles(selections, packages):
+def compiles(selections, packages, target=TARGET):
     """Compiles crates from their packages, each selection by itself: its crates get the features that they ask for and no others."""
     for selection in selections:
         try:
             # Each package is compiled once, so that incremental state would be of no use.
-            cargo(packages, "check", "-q", "--offline", "--target-dir", TARGET, *selection, env={"CARGO_INCREMENTAL": 0})
+            cargo(packages, "check", "-q", "--offline", "--target-dir", target, *selection, env={"CARGO_INCREMENTAL": 0})
         except Fault as why:
             yield f"{' '.join(selection)}: does not compile from its package: {why}"
             return
+
+
+def candle(root, packages, others):
+    """Faults of the package of flashtile-candle, made against the other packages, that are seen without compiling it."""
+    packages.mkdir()
+    members = published(root / CANDLE)
+    patches = [f'--config=patch.crates-io.{name}.path="{folder.as_posix()}"' for name, folder in others.items()]
+    lock = root / CANDLE / "Cargo.lock"
+    locked = lock.read_bytes()
+    try:
+        pack(root / CANDLE, members, packages, *patches)
+    finally:
+        # cargo notes in it that there are patches.
+        lock.write_bytes(locked)
+    for member in members:
+        yield from manifest(member, others.keys())
+        yield from contents(root, member, packages)
 
 
 def check(root, packages):
@@ -164,9 +200,10 @@ def check(root, packages):
         names = {member["name"] for member in members}
         wrong = [line for member in members for line in manifest(member, names)]
         pack(root, members, packages)
+        wrong += [line for member in members for line in contents(root, member, packages)]
+        return wrong + list(candle(root, packages / "candle", unpacked(members, packages)))
     except Fault as why:
         return [str(why)]
-    return wrong + [line for member in members for line in contents(root, member, packages)]
 
 
 def empty(name):
@@ -182,7 +219,7 @@ def files():
     packages = empty("packages")
     wrong = check(ROOT, packages)
     if not wrong:
-        for file in sorted(packages.glob("*.crate"), key=lambda file: file.name):
+        for file in sorted(packages.rglob("*.crate"), key=lambda file: file.name):
             print(f"{file.name}: {file.stat().st_size / 1024:.0f} KiB")
     return wrong
 
@@ -193,8 +230,12 @@ def whole():
     if wrong:
         return wrong
     packages = TARGET / "ci" / "packages"
-    workspace(ROOT, published(ROOT), packages)
-    return list(compiles([["-p", name] for name in NAMED_BY_USERS] + [["--workspace", "--all-features"]], packages))
+    folders = unpacked(published(ROOT), packages)
+    workspace(ROOT, folders, packages)
+    wrong = list(compiles([["-p", name] for name in NAMED_BY_USERS] + [["--workspace", "--all-features"]], packages))
+    candle = packages / "candle"
+    workspace(ROOT / CANDLE, folders | unpacked(published(ROOT / CANDLE), candle), candle)
+    return wrong + list(compiles([["--workspace"]], candle, OPERATORS["CARGO_TARGET_DIR"]))
 
 
 def documented():
@@ -202,7 +243,7 @@ def documented():
     packages = empty("packages-docs")
     members = published(ROOT)
     pack(ROOT, members, packages)
-    workspace(ROOT, members, packages)
+    workspace(ROOT, unpacked(members, packages), packages)
     libraries = [word for member in members if has_library(member) for word in ("-p", member["name"])]
     # The pages go where `cargo doc` does not write.
     env = {"RUSTDOCFLAGS": "--cfg docsrs -D warnings", "CARGO_BUILD_BUILD_DIR": TARGET, "CARGO_TARGET_DIR": packages / "target"}
@@ -262,6 +303,12 @@ PLANTED = {
         old='version = "=0.1.0"',
         new='version = "0.1.0"',
     ),
+    "a dependency of another workspace on any compatible version": Planted(
+        "crates/candle/Cargo.toml",
+        "flashtile-candle: requires flashtile ^0.1.0, not =0.1.0",
+        old='version = "=0.1.0"',
+        new='version = "0.1.0"',
+    ),
     "a dependency on a crate that is not published": Planted(
         "crates/core/Cargo.toml",
         "no matching package named `flashtile-core` found",
@@ -309,7 +356,7 @@ def planted():
         fault.plant(root)
         new = [line for line in check(root, packages) if line not in clean]
         if fault.selection:
-            workspace(root, published(root), packages)
+            workspace(root, unpacked(published(root), packages), packages)
             new += compiles([fault.selection], packages)
         if any(fault.expected in line for line in new):
             print(f"found, as it must be: {what}")
