@@ -27,7 +27,7 @@ pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{
     CacheDesc, CacheError, CacheLayout, CacheShape, HybridCache, KvCache, SeqId,
 };
-pub use flashtile_core::codec::{Codec, KvView};
+pub use flashtile_core::codec::{Codec, KvView, key_mean};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
@@ -45,6 +45,13 @@ pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 pub use flashtile_cuda::plan::CudaPlan;
 #[cfg(feature = "metal")]
 pub use flashtile_metal::MetalPlan;
+/// The crate of the scalar types `f16` and `bf16`, in the version whose types are [`Element`]s.
+///
+/// ```
+/// use flashtile::{Dtype, Element, half::bf16};
+/// assert_eq!(bf16::DTYPE, Dtype::BF16);
+/// ```
+pub use half;
 
 pub mod problem {
     //! Descriptions of problems: dimensions, dtype, visibility, bias, sequences, and the limits of each.

@@ -4,11 +4,10 @@ use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
 use crate::operands::{Operands, Order};
 use crate::options::Storage;
-use flashtile::codec::key_mean;
 use flashtile::quality::MEAN_ROWS;
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset,
-    SeqLens, Sequence, Sequences, TensorView,
+    SeqLens, Sequence, Sequences, TensorView, key_mean,
 };
 
 /// How a cache stores keys and values.
@@ -79,17 +78,13 @@ impl Cached {
         let (dims, sequences) = (operands.problem.dims(), operands.problem.sequences());
         let (slots, capacity) = (sequences.len().max(1), longest(&operands.problem).max(1));
         let layout = CacheLayout::Contiguous { slots, capacity };
-        let mut desc = CacheDesc::new(
-            layout,
-            CacheShape {
-                layers: 1,
-                kv_heads: dims.kv_heads,
-                head_dim: dims.head_dim,
-                value_dim: dims.value_dim,
-            },
-            stored.k,
-        );
-        desc.v = stored.v;
+        let shape = CacheShape {
+            layers: 1,
+            kv_heads: dims.kv_heads,
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+        };
+        let desc = CacheDesc::new(layout, shape, stored.k).with_codecs(stored.k, stored.v);
         let mut cache = KvCache::new(desc).map_err(Failure::new)?;
         if stored.centered {
             center(&mut cache, operands)?;

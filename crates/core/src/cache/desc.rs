@@ -110,6 +110,22 @@ impl CacheDesc {
         }
     }
 
+    /// The same cache with one codec for the keys and one for the values.
+    ///
+    /// ```
+    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
+    /// let shape = CacheShape { layers: 1, kv_heads: 8, head_dim: 128, value_dim: 128 };
+    /// let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
+    /// let desc = CacheDesc::new(layout, shape, Codec::Int8).with_codecs(Codec::Int8, Codec::Tq5);
+    /// assert_eq!((desc.k, desc.v), (Codec::Int8, Codec::Tq5));
+    /// ```
+    #[must_use]
+    pub const fn with_codecs(mut self, k: Codec, v: Codec) -> Self {
+        self.k = k;
+        self.v = v;
+        self
+    }
+
     /// Bytes of one token in all layers; saturating.
     #[must_use]
     pub const fn token_bytes(&self) -> usize {
