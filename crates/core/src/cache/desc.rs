@@ -110,7 +110,7 @@ impl CacheDesc {
         }
     }
 
-    /// The same cache with one codec for the keys and one for the values.
+    /// This cache with one codec for the keys and one for the values.
     ///
     /// ```
     /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
