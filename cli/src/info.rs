@@ -111,15 +111,10 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
             return report::json(&as_json(&facts, measured().as_ref())?);
         }
         // Facts are printed before the measurements, which take a second or more.
-        report::text(text(&known(&facts)?))?;
-        measured().map_or(Ok(()), |limits| report::text(text(&limits.lines())))
+        report::text(report::facts(&known(&facts)?))?;
+        measured().map_or(Ok(()), |limits| report::text(report::facts(&limits.lines())))
     })?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Names and values in two columns.
-fn text(lines: &[(String, String)]) -> String {
-    lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
 }
 
 /// Facts that need no measurement, as names and values.

@@ -3,6 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::options::{CpuArgs, Kernels};
 use crate::report;
+use flashtile::plan::{AnyFacts, CpuFacts, CudaFacts};
 use flashtile::{AnyPlan, Backend, Cpu, Limit, PlanOptions, Rate, Unit};
 
 /// Runs work on a pool of `threads` threads, or on the default pool.
@@ -93,10 +94,43 @@ impl Bound {
         }
     }
 
+    /// Why the work takes less time than the limit allows, if it does. Runs read `copies` copies of the keys and values in turn.
+    pub(crate) fn excess(
+        &self,
+        facts: &AnyFacts,
+        work: &Work,
+        seconds: f64,
+        copies: usize,
+    ) -> Option<String> {
+        // Percentages have one decimal: what is printed as 100.0% needs no reason.
+        if self.fraction(work, seconds) < 1.0005 {
+            return None;
+        }
+        let bytes = work.bytes * copies as f64;
+        let cache = cache_bytes(facts).filter(|&cache| self.rate == Rate::Bandwidth && bytes < cache as f64);
+        Some(match cache {
+            Some(cache) => format!(
+                "{} of K and V stay in caches of {}, which are faster than the memory of the limit",
+                report::bytes(bytes),
+                report::bytes(cache as f64)
+            ),
+            None => {
+                "the machine was faster than while the limit was measured: a higher clock, or less other load"
+                    .to_owned()
+            }
+        })
+    }
+
     /// Fraction of the limit that the work reaches if it takes this many seconds.
     pub(crate) fn fraction(&self, work: &Work, seconds: f64) -> f64 {
         self.seconds(work) / seconds
     }
+}
+
+/// Bytes of the caches that all cores read through, if they are known.
+fn cache_bytes(facts: &AnyFacts) -> Option<usize> {
+    let cpu = facts.of::<CpuFacts>().map(|cpu| cpu.l3.saturating_add(cpu.threads.saturating_mul(cpu.l2)));
+    cpu.or_else(|| facts.of::<CudaFacts>().map(|cuda| cuda.l2))
 }
 
 impl std::fmt::Display for Bound {
@@ -106,5 +140,34 @@ impl std::fmt::Display for Bound {
             Rate::Arithmetic => write!(f, "{by} peak {}", report::flop_rate(per_second)),
             Rate::Bandwidth => write!(f, "{by} bandwidth {}", report::byte_rate(per_second)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtile::plan::machines;
+
+    #[test]
+    fn a_fraction_above_the_limit_has_a_cause() {
+        let bound = |rate, per_second| Bound { rate, limit: Limit { per_second, by: "read" } };
+        let work = |bytes| Work { flops: 1e9, bytes };
+        let facts = AnyFacts::new(machines::H200);
+        let memory = bound(Rate::Bandwidth, 1e12);
+        assert_eq!(memory.excess(&facts, &work(1e6), 1e-6, 1), None);
+        assert_eq!(memory.excess(&facts, &work(1e6), 1.5e-6, 1), None);
+        let cached = memory.excess(&facts, &work(1e6), 0.5e-6, 1).unwrap();
+        assert_eq!(
+            cached,
+            "977 KiB of K and V stay in caches of 60.0 MiB, which are faster than the memory of the limit"
+        );
+        let clock =
+            "the machine was faster than while the limit was measured: a higher clock, or less other load";
+        assert_eq!(memory.excess(&facts, &work(1e6), 0.5e-6, 100).as_deref(), Some(clock));
+        let arithmetic = bound(Rate::Arithmetic, 1e12);
+        assert_eq!(arithmetic.excess(&facts, &work(1.0), 0.9e-3, 1).as_deref(), Some(clock));
+        assert_eq!(arithmetic.excess(&facts, &work(1.0), 1e-3, 1), None);
+        let cpu = AnyFacts::new(machines::AVX2_8);
+        assert!(memory.excess(&cpu, &work(33e6), 0.5e-6, 1).unwrap().contains("36.0 MiB"));
     }
 }

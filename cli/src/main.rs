@@ -17,6 +17,7 @@ mod kv;
 mod machine;
 mod names;
 mod nearest;
+mod nonfinite;
 mod numpy;
 mod operands;
 mod options;

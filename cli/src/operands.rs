@@ -267,6 +267,11 @@ impl<'a> Operands<'a> {
         [&self.q, &self.k, &self.v].into_iter().any(|tensor| tensor.is_rounded)
     }
 
+    /// q, k and v with their dtype and bytes.
+    pub(crate) fn tensors(&self) -> [(&'static str, Dtype, &[u8]); 3] {
+        [("q", &self.q), ("k", &self.k), ("v", &self.v)].map(|(name, of)| (name, of.dtype, of.bytes.get()))
+    }
+
     /// Bytes of q, in the order of the file.
     pub(crate) fn q_bytes(&self) -> &[u8] {
         self.q.bytes.get()

@@ -29,6 +29,20 @@ impl Destination {
         Ok(Self { path: target, folder })
     }
 
+    /// Checks that tensors can be written there. A name of a format that is read but not written is refused.
+    pub(crate) fn safetensors(path: &Path) -> Result<Self> {
+        let suffix = path.extension().and_then(|suffix| suffix.to_str()).map(str::to_ascii_lowercase);
+        if let Some(suffix @ ("npz" | "npy")) = suffix.as_deref() {
+            let named = path.with_extension("safetensors");
+            let what = format!(
+                "the output is a safetensors file, not .{suffix}: expected a name such as {}",
+                named.display()
+            );
+            return Err(Failure::at(path.display(), what));
+        }
+        Self::new(path)
+    }
+
     /// Checks that a picture can be written there. Its name must end in `.svg`.
     pub(crate) fn svg(path: &Path) -> Result<Self> {
         let is_svg = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("svg"));

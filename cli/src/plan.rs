@@ -311,7 +311,7 @@ impl Shown<'_> {
         let (prefixes, middle): (Vec<_>, Vec<_>) =
             explained.lines.into_iter().partition(|(name, _)| *name == "prefix");
         let lines = lines.into_iter().chain([machine]).chain(middle).chain(ends).chain(prefixes);
-        lines.map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+        report::facts(&lines.collect::<Vec<_>>())
     }
 
     fn json(&self, drawn: Option<(usize, Counts)>) -> Value {

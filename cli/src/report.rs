@@ -19,6 +19,11 @@ pub(crate) fn text(text: impl Display) -> Result<()> {
     }
 }
 
+/// Headings and texts in two columns, one fact on each line.
+pub(crate) fn facts(lines: &[(impl Display, String)]) -> String {
+    lines.iter().map(|(name, text)| format!("{:<10} {text}\n", name.to_string())).collect()
+}
+
 /// Writes one line to standard output.
 pub(crate) fn line(line: impl Display) -> Result<()> {
     text(format_args!("{line}\n"))

@@ -7,16 +7,19 @@ use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Bound, Work, rate_name};
 use crate::names;
+use crate::nonfinite;
 use crate::operands::{Operands, Order};
 use crate::options::{AUTO, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
 use crate::output::{self, Destination};
 use crate::parse;
+use crate::progress::spinner;
 use crate::report;
 use crate::select::{planned, select};
 use clap::Args;
 use flashtile::{
     AnyPlan, BackendName, Choice, Codec, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, Unit,
 };
+use indicatif::ProgressBar;
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -52,8 +55,8 @@ on this machine with every access checked: ten to a hundred thousand scores (que
 * keys) per second, at most 600000, with head dimension 64 or 128, the same for v. Keys and values
 are plain or in the codecs int8, tq4, or int8 for keys with tq5 for values.
 
-Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
-If IN has out or lse, the answer is compared with them. The line says how far it is; beyond the
+Writes a safetensors file with out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
+If IN has out or lse, the answer is compared with them. The report says how far it is; beyond the
 limit, which is twice that of docs/numerics.md because both answers may err, the exit status is 1.
 OUT is written in any case. No limit applies if --dtype or a codec rounds q, k or v.
 Tensors with unknown names are noted and not read, or refused with --strict; names that look
@@ -97,7 +100,7 @@ pub(crate) struct RunArgs {
     pub(crate) grad: bool,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
-    /// Print one JSON object instead of a line
+    /// Print one JSON object instead of a report
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -122,11 +125,13 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
             json["compared"] = compared.as_ref().map(Compared::json).into();
             report::json(&json)?;
         } else {
-            let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
-            // If options restrict the cpu, the user knows the reason.
-            let chosen = args.backend.is_auto() && args.cpu.given().is_empty();
-            let auto = chosen.then(|| format!("  auto takes {}", done.choice));
-            report::line(format_args!("{}{}{compared}", done.line(), auto.unwrap_or_default()))?;
+            let mut lines = done.lines();
+            // Why a device was left out is a matter of `plan`: nobody asked for one here.
+            if args.backend.is_auto() && done.plan.backend() != "cpu" {
+                lines.insert(1, ("backend", done.choice.to_string()));
+            }
+            lines.extend(compared.map(|compared| ("answer", compared.words())));
+            report::text(report::facts(&lines))?;
         }
         failure.map_or(Ok(ExitCode::SUCCESS), Err)
     })
@@ -168,6 +173,9 @@ struct Done {
     repetitions: usize,
     /// The measured limit, if the problem is large enough for a comparison.
     bound: Option<Bound>,
+    /// The cause of a fraction of the limit above 1.
+    excess: Option<String>,
+    non_finite: nonfinite::Results,
 }
 
 /// The comparison with the answers of the file, if it has any.
@@ -183,7 +191,7 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
     let answers = Answers::read(&archive, &operands)?;
     let stored = Stored::asked(&args.storage, &operands.problem)?;
-    let destination = Destination::new(&args.output)?;
+    let destination = Destination::safetensors(&args.output)?;
     destination.differs_from(&args.input)?;
     if let Some(note) = operands.remark(&archive, args.strict)? {
         report::note(note);
@@ -192,6 +200,8 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let dims = *operands.problem.dims();
     let dtype = operands.problem.dtype();
     let refuse = |failure: Failure| archive.refuse(failure);
+    let progress = spinner();
+    progress.set_message(if stored.is_some() { "storing keys and values" } else { "planning" });
     let cached = stored.map(|stored| Cached::fill(&operands, stored)).transpose().map_err(refuse)?;
     let job = match &cached {
         Some(cached) => Job { operands: &operands, cached: Some(cached), problem: &cached.problem },
@@ -202,7 +212,8 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let results = Results { out: &mut out, lse: &mut lse };
     let options = machine::options(args.splits, args.kernels.choice);
     let choice = select(args.backend, args.cpu, job.problem, options)?;
-    let done = timed(args.backend, choice, &job, results).map_err(refuse)?;
+    let done = timed(args.backend, choice, &job, results, &progress).map_err(refuse)?;
+    progress.set_message("writing");
     if cached.is_some() && operands.order != Order::Packed {
         (out, lse) = by_sequence(&operands, &out, &mut lse)?;
     }
@@ -215,6 +226,7 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
         ("out", output::tensor(dtype, &operands.order.stored(dims.out_shape()), out.bytes())?),
         ("lse", output::tensor(flashtile::Dtype::F32, &lse_shape, lse.bytes())?),
     ])?;
+    progress.finish_and_clear();
     Ok((done, Comparison { compared, failure }))
 }
 
@@ -276,8 +288,8 @@ struct Results<'a> {
     lse: &'a mut Buffer,
 }
 
-impl<'a> Results<'a> {
-    fn outputs(self, job: &Job<'_>) -> Result<Outputs<'a>> {
+impl Results<'_> {
+    fn outputs(&mut self, job: &Job<'_>) -> Result<Outputs<'_>> {
         let shape = job.problem.dims().out_shape();
         let out = TensorViewMut::from_bytes(job.problem.dtype(), self.out.bytes_mut(), shape, job.strides());
         let mut outputs = Outputs::new(out.map_err(Failure::new)?);
@@ -287,8 +299,16 @@ impl<'a> Results<'a> {
 }
 
 /// Runs and times the plan on the chosen backend. The time is that of kernels, without copies between host and device.
-fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+fn timed(
+    asked: BackendName,
+    choice: Choice,
+    job: &Job<'_>,
+    mut results: Results<'_>,
+    progress: &ProgressBar,
+) -> Result<Done> {
     let plan = planned(&choice, asked, job.problem)?;
+    let estimate = report::seconds(plan.rates().seconds(job.problem));
+    progress.set_message(format!("{}, an estimated {estimate} a run", plan.kernel()));
     let backend = &*choice.backend;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
@@ -302,7 +322,7 @@ fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>
         None => (run.seconds(&mut outputs)?, 1),
     };
     run.download(&mut outputs)?;
-    drop(run);
+    drop((run, outputs));
     let bound = match (before, &unit) {
         (Some(before), Some(unit)) if unit.threads.is_some() && seconds >= MIN_SECONDS => {
             // The machine may have been busy during one of the two measurements.
@@ -312,9 +332,25 @@ fn timed(asked: BackendName, choice: Choice, job: &Job<'_>, results: Results<'_>
         (before, Some(unit)) if unit.threads.is_none() => before,
         _ => None,
     };
+    // Every run reads the same keys and values.
+    let excess = bound.and_then(|bound| bound.excess(&backend.facts(), &work, seconds, 1));
     let Job { operands, .. } = job;
+    let non_finite = nonfinite::Results::count(operands, results.out.bytes(), results.lse.bytes());
     let (problem, order, stored) = (operands.problem.clone(), operands.order, job.stored());
-    Ok(Done { plan, unit, problem, order, stored, work, seconds, repetitions, bound, choice })
+    Ok(Done {
+        plan,
+        unit,
+        problem,
+        order,
+        stored,
+        work,
+        seconds,
+        repetitions,
+        bound,
+        excess,
+        non_finite,
+        choice,
+    })
 }
 
 /// Median time and number of warm runs, or the time of the first run if there is no time for another.
@@ -332,22 +368,39 @@ fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
 }
 
 impl Done {
-    fn line(&self) -> String {
-        let shapes = shapes(&self.problem, self.order);
+    /// The report, one fact on each line: headings and texts.
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let repetitions = match self.repetitions {
+            1 => "one run".to_owned(),
+            n => format!("median of {n} runs"),
+        };
         let rate = report::flop_rate(self.work.flops / self.seconds);
-        let reached = match self.bound {
+        let read = report::byte_rate(self.work.bytes / self.seconds);
+        let mut lines = vec![("kernel", self.plan.kernel()), ("problem", shapes(&self.problem, self.order))];
+        lines.extend(
+            self.stored
+                .map(|(stored, bytes)| ("cache", format!("{stored}, {}", report::bytes(bytes as f64)))),
+        );
+        lines.push(("time", format!("{}, {repetitions}", report::seconds(self.seconds))));
+        lines.push(("rate", format!("{rate}, {read} of K and V")));
+        lines.push(("limit", self.reached()));
+        lines.extend(self.non_finite.words().map(|words| ("non-finite", words)));
+        lines
+    }
+
+    /// The fraction of the limit, or why there is none.
+    fn reached(&self) -> String {
+        match self.bound {
             Some(bound) => {
                 let fraction = report::percent(bound.fraction(&self.work, self.seconds));
                 let threads = self.unit.as_ref().and_then(|unit| unit.threads);
                 let threads = threads.map(|n| format!(" ({})", report::counted(n, "thread")));
-                format!("{fraction} of {bound}{}", threads.unwrap_or_default())
+                let why = self.excess.as_ref().map(|why| format!(": {why}"));
+                format!("{fraction} of {bound}{}{}", threads.unwrap_or_default(), why.unwrap_or_default())
             }
             None if self.unit.is_some() => "too small to compare with a limit".to_owned(),
             None => "no limit applies".to_owned(),
-        };
-        let stored = self.stored.map_or_else(String::new, |(stored, _)| format!("  cached as {stored}"));
-        let kernel = self.plan.kernel();
-        format!("{kernel}  {shapes}{stored}  {}  {rate}  {reached}", report::seconds(self.seconds))
+        }
     }
 
     fn json(&self, prefix: Option<&str>) -> serde_json::Value {
@@ -380,6 +433,8 @@ impl Done {
             "limit": bound.map(|b| rate_name(b.rate)),
             "limit_per_s": bound.map(|b| b.limit.per_second),
             "fraction": bound.map(|b| b.fraction(&self.work, self.seconds)),
+            "fraction_note": self.excess,
+            "non_finite": self.non_finite.json(),
         })
     }
 }

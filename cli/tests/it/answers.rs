@@ -23,7 +23,7 @@ fn answers_are_compared() {
     folder.input = data("minilm_attention.safetensors");
     let line = stdout(&folder.try_run(&[]));
     assert!(
-        line.contains("  matches out and lse: nrmse ") && line.contains(" (limit 4.0e-6), lse "),
+        line.contains("\nanswer     matches out and lse: nrmse ") && line.contains(" (limit 4.0e-6), lse "),
         "{line}"
     );
     let (status, found) = json(&folder, &[]);
@@ -38,17 +38,17 @@ fn answers_are_compared() {
         let mut tensors = causal(dtype);
         let all = Folder::with(&tensors);
         assert!(
-            stdout(&all.try_run(&["--causal", "--strict"])).contains("  matches out and lse: "),
+            stdout(&all.try_run(&["--causal", "--strict"])).contains("\nanswer     matches out and lse: "),
             "{dtype:?}"
         );
         tensors.remove("lse");
         let line = stdout(&Folder::with(&tensors).try_run(&["--causal"]));
-        assert!(line.contains("  matches out: nrmse ") && !line.contains("lse"), "{line}");
+        assert!(line.contains("\nanswer     matches out: nrmse ") && !line.contains("lse"), "{line}");
     }
     let mut tensors = causal(Dtype::F32);
     tensors.remove("out");
     let line = stdout(&Folder::with(&tensors).try_run(&["--causal"]));
-    assert!(line.contains("  matches lse: lse "), "{line}");
+    assert!(line.contains("\nanswer     matches lse: lse "), "{line}");
     tensors.remove("lse");
     assert_eq!(json(&Folder::with(&tensors), &["--causal"]).1["compared"], Value::Null);
 }
@@ -59,7 +59,7 @@ fn an_answer_beyond_the_limit_is_status_1() {
     let folder = Folder::with(&tensors);
     let output = folder.try_run(&[]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(stdout(&output).contains("  differs from out and lse: nrmse "), "{}", stdout(&output));
+    assert!(stdout(&output).contains("\nanswer     differs from out and lse: nrmse "), "{}", stdout(&output));
     let why = stderr(&output);
     assert!(
         why.contains("in.safetensors: the answer differs from tensor out: out[") && why.lines().count() == 1,
@@ -78,7 +78,7 @@ fn an_answer_beyond_the_limit_is_status_1() {
     let (folder, index) = (changed("out", ((4 + 3) * 9 + 2) * 8 + 5), "out[1, 3, 2, 5] is ");
     let output = folder.try_run(&["--causal"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(stdout(&output).contains("  differs from out: nrmse "), "{}", stdout(&output));
+    assert!(stdout(&output).contains("\nanswer     differs from out: nrmse "), "{}", stdout(&output));
     assert!(
         stderr(&output).contains(index) && stderr(&output).contains("the file has NaN;"),
         "{}",
@@ -130,7 +130,7 @@ fn rounded_inputs_have_no_limit() {
         let output = folder.try_run(&options);
         assert!(output.status.success(), "{options:?}: {}", stderr(&output));
         let line = stdout(&output);
-        assert!(line.contains("  compared with out and lse: nrmse "), "{line}");
+        assert!(line.contains("\nanswer     compared with out and lse: nrmse "), "{line}");
         assert!(line.ends_with(" (no limit: inputs are rounded)\n"), "{line}");
         let found = json(&folder, &options).1;
         assert_eq!(

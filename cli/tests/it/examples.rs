@@ -43,7 +43,7 @@ fn onnx_attention() {
         let options = options(&case);
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let got = folder.run(&options);
-        assert!(stdout(&folder.try_run(&options)).contains("  matches out: "), "{name}");
+        assert!(stdout(&folder.try_run(&options)).contains("\nanswer     matches out: "), "{name}");
         let want = &read(&folder.input)["out"];
         assert_eq!((got["out"].dtype, &got["out"].shape), (want.dtype, &want.shape), "{name}");
         let limit = match want.dtype {

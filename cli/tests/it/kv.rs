@@ -602,7 +602,7 @@ fn lines_and_objects_say_how_caches_store() {
     let output = folder.try_run(&["--k-codec", "int8", "--v-codec", "tq5", "--center-keys"]);
     assert!(
         stdout(&output).contains("-int8+tq5-")
-            && stdout(&output).contains("cached as k int8 centered, v tq5")
+            && stdout(&output).contains("\ncache      k int8 centered, v tq5, 3.50 KiB\n")
     );
     let of = |options: &[&str]| -> Value { serde_json::from_str(&stdout(&folder.try_run(options))).unwrap() };
     let json = of(&["--k-codec", "int8", "--v-codec", "tq5", "--json"]);
@@ -614,7 +614,7 @@ fn lines_and_objects_say_how_caches_store() {
     let json = of(&["--json"]);
     assert_eq!((&json["k_codec"], &json["cache_bytes"]), (&"f32".into(), &Value::Null));
     let reference = folder.try_run(&["--k-codec", "int8", "--backend", "reference"]);
-    assert!(stdout(&reference).contains("cached as k int8, v f32"), "{}", stdout(&reference));
+    assert!(stdout(&reference).contains("\ncache      k int8, v f32, "), "{}", stdout(&reference));
     let input = folder.input.to_str().unwrap();
     let plan = flashtile(["plan", input, "--k-codec", "tq4", "--v-codec", "tq4", "--json"]);
     let plan: Value = serde_json::from_str(&stdout(&plan)).unwrap();

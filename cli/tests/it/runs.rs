@@ -150,19 +150,26 @@ fn additive_masks_hide_as_boolean_ones() {
     }
 }
 
+/// Headings of the lines of a report.
+fn headings(report: &str) -> Vec<&str> {
+    report.lines().map(|line| line.split("  ").next().unwrap()).collect()
+}
+
 #[test]
-fn one_line_and_one_object() {
+fn one_fact_a_line_and_one_object() {
     let folder = Folder::with(&everything(Dtype::F32));
     let output = folder.try_run(&OPTIONS);
-    assert_eq!((stdout(&output).lines().count(), stderr(&output).as_str()), (1, ""));
-    assert!(stdout(&output).starts_with("cpu-prefill-f32-d24"), "{}", stdout(&output));
-    assert!(stdout(&output).contains("too small to compare with a limit"), "{}", stdout(&output));
-    let auto = "  auto takes cpu: no NVIDIA driver on this machine: tried libcuda.so";
-    assert!(stdout(&output).contains(auto), "{}", stdout(&output));
-    let output = folder.try_run(&with(&OPTIONS, &["--backend", "cpu"]));
-    assert!(!stdout(&output).contains("auto"), "{}", stdout(&output));
+    let report = stdout(&output);
+    assert_eq!(headings(&report), ["kernel", "problem", "time", "rate", "limit"], "{report}");
+    assert_eq!(stderr(&output), "");
+    assert!(report.starts_with("kernel     cpu-prefill-f32-d24"), "{report}");
+    assert!(report.contains("\nlimit      too small to compare with a limit\n"), "{report}");
+    // Nobody asked for a GPU, so that its absence is no fact of this run.
+    assert!(!report.contains("NVIDIA") && !report.contains("auto"), "{report}");
     let output = folder.try_run(&with(&OPTIONS, &["--backend", "reference"]));
-    assert!(stdout(&output).starts_with("reference-f32-d24x40 "), "{}", stdout(&output));
+    let report = stdout(&output);
+    assert!(report.starts_with("kernel     reference-f32-d24x40\n"), "{report}");
+    assert!(report.contains("\ntime ") && report.contains(", one run\n"), "{report}");
     let output = folder.try_run(&with(&OPTIONS, &["--json", "--threads", "1"]));
     let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(stdout(&output).lines().count(), 1);
@@ -185,7 +192,76 @@ fn large_runs_are_compared_with_a_limit() {
     let fraction = json["fraction"].as_f64().unwrap();
     assert!(fraction > 0.0 && fraction < 2.0, "{fraction}");
     let output = folder.try_run(&["--threads", "1"]);
-    assert!(stdout(&output).ends_with("(1 thread)\n"), "{}", stdout(&output));
+    let report = stdout(&output);
+    let limit = report.lines().find(|line| line.starts_with("limit      ")).unwrap();
+    // Beyond the limit, its cause follows.
+    assert!(
+        limit.ends_with("(1 thread)") || limit.contains("(1 thread): the machine was faster"),
+        "{report}"
+    );
+}
+
+#[test]
+fn results_that_are_not_finite_are_reported() {
+    let json = |folder: &Folder, options: &[&str]| -> serde_json::Value {
+        serde_json::from_str(&stdout(&folder.try_run(&with(options, &["--json"])))).unwrap()
+    };
+    let none = serde_json::json!({"nan": 0, "infinite": 0});
+    let mut tensors = qkv(Dtype::F32, &[1, 2, 3, 8], &[1, 2, 5, 8], &[1, 2, 5, 8]);
+    // The third query sees no key: its logsumexp of -inf is no fault.
+    let shown = (0..15).map(|n| n < 10);
+    tensors.insert("mask".into(), Tensor::bool(&[3, 5], shown));
+    let found = json(&Folder::with(&tensors), &[]);
+    let finite = serde_json::json!({"out": none, "lse": none, "inputs": null});
+    assert_eq!(found["non_finite"], finite, "{found}");
+
+    let mut set = |name: &str, element: usize, value: f32| {
+        tensors.get_mut(name).unwrap().bytes[4 * element..][..4].copy_from_slice(&value.to_le_bytes());
+        Folder::with(&tensors)
+    };
+    // A value of the first head is in one column of two rows, a key in all columns.
+    let folder = set("v", 3, f32::INFINITY);
+    let report = stdout(&folder.try_run(&[]));
+    let why = "\nnon-finite out has 2 infinite; of the inputs, 1 of v is NaN or infinite, padding included\n";
+    assert!(report.contains(why), "{report}");
+    let folder = set("k", 0, f32::NAN);
+    let found = json(&folder, &[]);
+    let expected = serde_json::json!({
+        "out": {"nan": 16, "infinite": 0},
+        "lse": {"nan": 2, "infinite": 0},
+        "inputs": {"q": 0, "k": 1, "v": 1},
+    });
+    assert_eq!(found["non_finite"], expected, "{found}");
+    let report = stdout(&folder.try_run(&["--backend", "reference"]));
+    let why = "\nnon-finite out has 16 NaN, lse has 2 NaN; of the inputs, 1 of k, 1 of v are NaN or infinite";
+    assert!(report.contains(why), "{report}");
+}
+
+/// Products of finite elements may exceed the range of f32.
+#[test]
+fn results_beyond_the_range_of_the_dtype_are_reported() {
+    let mut tensors = Tensors::new();
+    for (name, value) in [("q", 3e30), ("k", 3e30), ("v", 1.0)] {
+        tensors.insert(name.into(), Tensor::f32(&[1, 1, 2, 8], &[value; 16]));
+    }
+    let output = Folder::with(&tensors).try_run(&[]);
+    let why = "; q, k and v are finite: a score, a bias or a result exceeds the range of its dtype\n";
+    assert!(stdout(&output).contains(why), "{}{}", stdout(&output), stderr(&output));
+}
+
+#[test]
+fn arrays_of_numpy_are_not_written() {
+    let mut folder = Folder::with(&qkv(Dtype::F32, &[1, 1, 2, 8], &[1, 1, 2, 8], &[1, 1, 2, 8]));
+    for name in ["x.npz", "x.NPZ", "x.npy"] {
+        folder.output = folder.path().join(name);
+        let suffix = name.to_ascii_lowercase();
+        let suffix = suffix.trim_start_matches("x.");
+        let why = format!("the output is a safetensors file, not .{suffix}: expected a name such as ");
+        folder.refuse(&[], &why);
+        assert!(stderr(&folder.try_run(&[])).ends_with("x.safetensors\n"));
+    }
+    folder.output = folder.path().join("x.npz.safetensors");
+    folder.run(&[]);
 }
 
 #[test]

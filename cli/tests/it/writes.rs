@@ -2,9 +2,10 @@
 
 use crate::files::{Folder, assert_refused, qkv, stderr};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use safetensors::tensor::Dtype;
 use std::fs::Permissions;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener};
@@ -314,6 +315,45 @@ fn inputs_that_are_no_regular_files() {
         ] {
             assert_refused(&within_a_minute(program().args(args)), &why, &args.join(" "));
         }
+    }
+}
+
+/// Text that a program writes to a terminal, its standard error, and its output.
+fn on_terminal(args: &[&str]) -> (String, Output) {
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap().into_string().unwrap();
+    let slave = std::fs::File::options().read(true).write(true).open(name).unwrap();
+    let mut command = program();
+    command.args(args).env("TERM", "xterm").stdout(Stdio::piped()).stderr(OwnedFd::from(slave));
+    let child = command.spawn().unwrap();
+    // The last slave is then the child's, and reading fails when it is closed.
+    drop(command);
+    let (mut shown, mut buffer) = (Vec::new(), [0; 4096]);
+    let mut terminal = std::fs::File::from(master);
+    while let Ok(n @ 1..) = terminal.read(&mut buffer) {
+        shown.extend(&buffer[..n]);
+    }
+    (String::from_utf8_lossy(&shown).into_owned(), child.wait_with_output().unwrap())
+}
+
+#[test]
+fn long_runs_show_progress_on_a_terminal_only() {
+    let shape = [1, 4, 256, 64];
+    let folder = Folder::with(&qkv(Dtype::F32, &shape, &shape, &shape));
+    let (input, output) = (folder.input.to_str().unwrap(), folder.output.to_str().unwrap());
+    for (backend, kernel) in [("reference", "reference-f32-d64"), ("cpu", "cpu-prefill-f32-d64-")] {
+        let run = ["run", input, "-o", output, "--backend", backend];
+        let (shown, output) = on_terminal(&run);
+        assert!(output.status.success(), "{shown}");
+        assert!(shown.contains(kernel) && shown.contains(", an estimated "), "{shown:?}");
+        // The last thing drawn is an empty line.
+        assert!(shown.ends_with("\u{1b}[2K"), "{shown:?}");
+        let report = String::from_utf8(output.stdout).unwrap();
+        assert!(report.starts_with("kernel     ") && !report.contains('\u{1b}'), "{report:?}");
+        let output = program().args(run).output().unwrap();
+        assert_eq!(stderr(&output), "", "{backend}");
     }
 }
 
