@@ -122,6 +122,8 @@ pub mod plan {
         PortableTile, Sm80Tile, Sm90Tile,
     };
     #[cfg(feature = "metal")]
+    pub use flashtile_gpu::facts::GpuFacts;
+    #[cfg(feature = "metal")]
     pub use flashtile_metal::{MetalFacts, MetalPlan};
 
     pub mod machines {

@@ -37,9 +37,8 @@ pub(crate) struct CheckArgs {
     pub(crate) backend: BackendName,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
-    /// Run only this instruction set: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default all of this
-    /// machine
-    #[arg(long, value_name = "ISA", value_parser = isa)]
+    /// Run only this instruction set; default all of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa())]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]

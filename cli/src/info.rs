@@ -1,5 +1,6 @@
 //! `flashtile info`: this machine and what it supports.
 
+use crate::device::{self, Known};
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Bound};
 use crate::parse::threads;
@@ -16,11 +17,16 @@ use std::process::ExitCode;
 ///
 /// Limits (multiply-adds per second, bytes read per second) come last, as measuring them takes a second or more.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  flashtile info\n  flashtile info --no-measure --json")]
+#[command(
+    after_help = "Examples:\n  flashtile info\n  flashtile info --no-measure --json\n  flashtile info --device h200 > mine.json"
+)]
 pub(crate) struct InfoArgs {
     /// Threads to measure limits with, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
+    /// Print the facts of this machine, which need not be here, as the JSON file of `flashtile plan --device-file`
+    #[arg(long, value_name = "NAME", value_parser = device::known(), conflicts_with_all = ["threads", "no_measure", "json"])]
+    pub(crate) device: Option<Known>,
     /// Show what is known at once, without limits
     #[arg(long)]
     pub(crate) no_measure: bool,
@@ -104,6 +110,10 @@ impl Limits {
 }
 
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
+    if let Some(known) = &args.device {
+        report::text(device::text(known)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     machine::on_threads(args.threads, || {
         let facts = *Cpu::new().facts();
         let measured = || (!args.no_measure).then(|| Limits::measure(&facts));

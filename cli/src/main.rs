@@ -8,6 +8,7 @@ mod chart;
 #[cfg(feature = "check")]
 mod check;
 mod command_line;
+mod device;
 mod escape;
 mod failure;
 mod info;

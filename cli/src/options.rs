@@ -20,7 +20,7 @@ pub(crate) struct Reading {
     #[arg(long, value_name = "NAME", value_parser = prefix)]
     pub(crate) prefix: Option<String>,
     /// Element type of the problem; tensors of a file are converted to it first
-    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    #[arg(long, value_name = "DTYPE", value_parser = dtype())]
     pub(crate) dtype: Option<Dtype>,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct Semantics {
     #[arg(long)]
     pub(crate) causal: bool,
     /// Key position of the first query: top-left is 0, bottom-right puts the last query at the last key
-    #[arg(long, value_name = "top-left|bottom-right|N", value_parser = q_offset, allow_hyphen_values = true)]
+    #[arg(long, value_name = "top-left|bottom-right|N", value_parser = q_offset(), hide_possible_values = true, allow_hyphen_values = true)]
     pub(crate) q_offset: Option<QOffset>,
     /// Keys visible to the left and right of each query, itself not counted; -1 or absent is unbounded
     #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
@@ -54,12 +54,12 @@ impl Semantics {
 /// How a cache stores keys and values.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
-    /// Codec of the keys in a cache, which attention then reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or mlx-native's
-    /// mlx-tq8 to mlx-tq4; default no cache. The backends cpu, cuda and reference support it, the simulator in part
-    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    /// Codec of the keys in a cache, which attention then reads; default no cache. Codecs with mlx in their names store
+    /// what mlx-native stores. The backends cpu, cuda and reference support all of them, the simulator some
+    #[arg(long, value_name = "CODEC", value_parser = codec())]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, like --k-codec
-    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", value_parser = codec())]
     pub(crate) v_codec: Option<Codec>,
     /// Subtract the mean of the first 256 keys before keys are quantized: exact up to rounding, and needed if keys have
     /// a large constant component. Plans do not depend on it
@@ -113,9 +113,8 @@ pub(crate) struct Shape {
 /// Restrictions of the cpu backend.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct CpuArgs {
-    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of
-    /// this machine
-    #[arg(long, value_name = "ISA", value_parser = isa)]
+    /// Instruction set of the cpu backend; default the best of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa())]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]

@@ -1,11 +1,11 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
 use crate::cached::Stored;
+use crate::device::{self, Known};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Work};
 use crate::names;
-use crate::nearest;
 use crate::operands::{Operands, Order};
 use crate::options::{AUTO, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
 use crate::output::Destination;
@@ -15,7 +15,7 @@ use crate::report;
 use crate::run::{dims_json, shapes};
 use crate::select::{planned, select, unplanned};
 use clap::Args;
-use flashtile::plan::{AnyFacts, Field, known_machines};
+use flashtile::plan::Field;
 use flashtile::{
     AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc, SeqLens, Sequences,
     SharedPrefix,
@@ -47,9 +47,12 @@ pub(crate) struct PlanArgs {
     /// Refuse a file with tensors that are not recognised, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
-    /// Machine to plan for, instead of this one: a CPU or a CUDA device
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
-    pub(crate) device: Option<String>,
+    /// Machine to plan for, instead of this one, in upper or lower case: a CPU, or a GPU of NVIDIA or Apple
+    #[arg(long, value_name = "NAME", value_parser = device::known(), conflicts_with_all = ["isa", "threads", "backend"])]
+    pub(crate) device: Option<Known>,
+    /// Machine to plan for, described by a JSON file as `flashtile info --device NAME` prints it
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "isa", "threads", "backend"])]
+    pub(crate) device_file: Option<PathBuf>,
     /// Backend to plan for; the plan says why it was chosen
     #[arg(long, value_parser = backend(AUTO, &[]), default_value = "auto")]
     pub(crate) backend: BackendName,
@@ -236,11 +239,15 @@ struct Target {
 
 impl Target {
     fn new(args: &PlanArgs, problem: &Problem, options: PlanOptions) -> Result<Self> {
-        if let Some(name) = &args.device {
-            let facts = known(name)?;
+        let asked = match (&args.device, &args.device_file) {
+            (Some(known), _) => Some((known.name.to_owned(), known.facts.clone(), "--device")),
+            (None, Some(path)) => Some((path.display().to_string(), device::read(path)?, "--device-file")),
+            (None, None) => None,
+        };
+        if let Some((device, facts, option)) = asked {
             let plan = |options| facts.plan(problem, options);
             let plan = plan(options).map_err(|error| unplanned(problem, plan, &error))?;
-            return Ok(Self { device: name.clone(), reason: "--device asks for it".to_owned(), plan });
+            return Ok(Self { device, reason: format!("{option} asks for it"), plan });
         }
         let choice = select(args.backend, args.cpu, problem, options)?;
         let plan = planned(&choice, args.backend, problem)?;
@@ -248,13 +255,33 @@ impl Target {
     }
 }
 
-/// Looks up the facts of a machine by its name.
-fn known(name: &str) -> Result<AnyFacts> {
-    let all = known_machines();
-    all.iter().find(|(known, _)| *known == name).map(|(_, facts)| facts.clone()).ok_or_else(|| {
-        let names = all.iter().map(|(name, _)| *name);
-        Failure::at("--device", format_args!("{name} is not known, {}", nearest::expected(name, names)))
-    })
+/// The time that a plan takes at the rates by which backends are chosen.
+struct Estimate {
+    /// Seconds of the kernels: of arithmetic or of reading, whichever takes longer.
+    seconds: f64,
+    /// Seconds to start, and to copy tensors of the host to the device and back.
+    overhead: f64,
+    words: String,
+}
+
+impl Estimate {
+    fn of(plan: &AnyPlan) -> Self {
+        let (rates, work) = (plan.rates(), Work::of(plan));
+        let (arithmetic, reading) = (work.flops / rates.flops, work.bytes / rates.bandwidth);
+        let (seconds, overhead) = (arithmetic.max(reading), rates.overhead(plan.problem()));
+        let by = if arithmetic >= reading {
+            format!("{} at {}", report::flops(work.flops), report::flop_rate(rates.flops))
+        } else {
+            format!("{} of K and V at {}", report::bytes(work.bytes), report::byte_rate(rates.bandwidth))
+        };
+        let words = format!(
+            "{}: {by}, the rate by which auto compares machines, not a measurement or a promise; {} more to start and \
+             to copy tensors of the host",
+            report::seconds(seconds),
+            report::seconds(overhead)
+        );
+        Self { seconds, overhead, words }
+    }
 }
 
 /// A plan and the machine that it is for.
@@ -306,16 +333,19 @@ impl Shown<'_> {
                 ),
             ),
         ];
+        let estimate = ("estimate", Estimate::of(plan).words);
         let explained = plan.explain();
         let machine = ("machine", format!("{}: {}", self.device, explained.machine));
         let (prefixes, middle): (Vec<_>, Vec<_>) =
             explained.lines.into_iter().partition(|(name, _)| *name == "prefix");
-        let lines = lines.into_iter().chain([machine]).chain(middle).chain(ends).chain(prefixes);
+        let lines =
+            lines.into_iter().chain([machine]).chain(middle).chain(ends).chain([estimate]).chain(prefixes);
         report::facts(&lines.collect::<Vec<_>>())
     }
 
     fn json(&self, drawn: Option<(usize, Counts)>) -> Value {
         let (problem, work) = (self.plan.problem(), Work::of(self.plan));
+        let estimate = Estimate::of(self.plan);
         let mut json = object(&self.plan.explain().fields);
         let common = json!({
             "kernel": self.plan.kernel(),
@@ -335,6 +365,8 @@ impl Shown<'_> {
             "workspace_bytes": self.plan.workspace_bytes(),
             "flops": work.flops,
             "kv_bytes": work.bytes,
+            "estimated_seconds": estimate.seconds,
+            "estimated_overhead_seconds": estimate.overhead,
             "visible_fraction": visible_fraction(problem),
             "tiles": drawn.map(|(sequence, counts)| json!({
                 "sequence": sequence,

@@ -76,4 +76,88 @@ mod tests {
             }
         }
     }
+
+    /// Options whose values are not names of a closed set: numbers, lists of numbers, files, names in a file.
+    const OPEN: [&str; 32] = [
+        "batch",
+        "cached",
+        "device-file",
+        "filter",
+        "head-dim",
+        "heads",
+        "json-lines",
+        "kv-heads",
+        "kv-len",
+        "kv-lens",
+        "max-kl",
+        "max-nrmse",
+        "min-time",
+        "output",
+        "page",
+        "prefix",
+        "q-len",
+        "queries",
+        "rows",
+        "scale",
+        "seeds",
+        "seq",
+        "sequence",
+        "shard",
+        "shared",
+        "softcap",
+        "splits",
+        "svg",
+        "threads",
+        "value-dim",
+        "vs",
+        "window",
+    ];
+
+    /// Every option of a command that takes a value, with the values that it knows.
+    fn values(command: &Command) -> Vec<(String, Vec<String>)> {
+        let takes_value = |arg: &&clap::Arg| !arg.is_hide_set() && arg.get_action().takes_values();
+        let of = |arg: &clap::Arg| {
+            let values = arg.get_value_parser().possible_values().into_iter().flatten();
+            let values = values.filter(|value| !value.is_hide_set()).map(|value| value.get_name().to_owned());
+            (arg.get_long().unwrap_or_default().to_owned(), values.collect())
+        };
+        let own = command.get_arguments().filter(takes_value).map(of);
+        own.chain(command.get_subcommands().flat_map(values)).collect()
+    }
+
+    #[test]
+    fn scripts_know_the_values_of_every_closed_set() {
+        let all = values(&built());
+        for (option, values) in &all {
+            let is_open = option.is_empty() || OPEN.contains(&option.as_str());
+            assert!(is_open || !values.is_empty(), "--{option} knows no values");
+        }
+        assert!(OPEN.iter().all(|open| all.iter().any(|(option, _)| option == open)));
+        for (option, value) in [
+            ("k-codec", "mlx-tq8-plain"),
+            ("codecs", "tq5"),
+            ("codec", "int8"),
+            ("dtype", "bf16"),
+            ("isa", "avx512bf16"),
+            ("backend", "cuda"),
+            ("device", "m3-max"),
+            ("kernels", "portable"),
+            ("layout", "bshd"),
+            ("q-offset", "bottom-right"),
+            ("cache", "ring"),
+            ("target", "cuda"),
+        ] {
+            let known = |(name, values): &&(String, Vec<String>)| {
+                name == option && values.iter().any(|of| of == value)
+            };
+            assert!(all.iter().find(known).is_some(), "--{option} {value}");
+            for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+                assert!(script(shell, Cli::command()).contains(value), "--{option} {value} for {shell}");
+            }
+        }
+        // Names of kernels are values of an argument.
+        assert!(
+            all.iter().any(|(option, values)| option.is_empty() && values.contains(&"mask_tiles".to_owned()))
+        );
+    }
 }

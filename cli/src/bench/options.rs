@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::options::{CpuArgs, KernelsArg, backend};
-use crate::parse::{count, dtype, window};
+use crate::parse::{codec_pair, count, dtype, window};
 use clap::{Args, ValueEnum};
 use flashtile::{BackendName, Codec, Dtype, Visibility};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Dtypes; default f32,f16,bf16
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = dtype)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = dtype())]
     pub(crate) dtype: Vec<Dtype>,
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
@@ -61,10 +61,9 @@ pub(crate) struct BenchArgs {
     /// Tokens per page of a paged cache, whose pages are in random order; default 16
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) page: Option<usize>,
-    /// Codecs of the keys and values of a --cache, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to
-    /// tq2; for 256 or 512 elements mlx-tq8, -tq6, -tq5 and -tq4, the first three also with -plain appended); default
-    /// the dtype. Codecs are measured in turns, so that their times can be compared
-    #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
+    /// Codecs of the keys and values of a --cache, each CODEC or K_CODEC+V_CODEC; default the dtype. Codecs with mlx in
+    /// their names are for 256 or 512 elements. Codecs are measured in turns, so that their times can be compared
+    #[arg(long, value_name = "LIST", value_parser = codec_pair(), value_delimiter = ',')]
     pub(crate) codec: Vec<[Codec; 2]>,
     /// Query tokens of each sequence of a --cache, the last of its tokens: a chunk of a prompt; default 1
     #[arg(long, value_name = "N", value_parser = count)]
@@ -159,10 +158,4 @@ fn duration(text: &str) -> Result<f64, String> {
         .ok()
         .filter(inside)
         .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
-}
-
-/// The codecs of keys and values: one for both, or two.
-fn codecs(text: &str) -> Result<[Codec; 2], String> {
-    let (k, v) = text.split_once('+').unwrap_or((text, text));
-    Ok([k.parse()?, v.parse()?])
 }

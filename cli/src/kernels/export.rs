@@ -1,7 +1,7 @@
 //! `flashtile kernels export`: a folder of kernels for programs in other languages than Rust.
 
 use super::manifest::{MANIFEST, file, manifest};
-use super::select::{Set, VariantArgs, kernel};
+use super::select::{Set, VariantArgs, kernel, kernel_name};
 use crate::failure::{Failure, Result};
 use crate::output::NewFolder;
 use crate::report;
@@ -28,7 +28,7 @@ pub(crate) struct ExportArgs {
     #[arg(value_name = "DIR")]
     pub(crate) folder: PathBuf,
     /// Kernels or instances; default all that are listed
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", value_parser = kernel_name(), hide_possible_values = true)]
     pub(crate) names: Vec<String>,
     /// Platform of the programs
     #[arg(long, value_enum)]

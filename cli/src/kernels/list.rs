@@ -1,7 +1,7 @@
 //! `flashtile kernels list`.
 
 use super::describe::{bound, kind, parameters_json, place, summary};
-use super::select::kernel;
+use super::select::{kernel, kernel_name};
 use crate::failure::Result;
 use crate::report::{self, Table};
 use clap::Args;
@@ -19,7 +19,7 @@ use std::ops::RangeInclusive;
     flashtile kernels list hadamard --instances")]
 pub(crate) struct ListArgs {
     /// Show everything about this kernel
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", value_parser = kernel_name(), hide_possible_values = true)]
     pub(crate) name: Option<String>,
     /// List instances, which are kernels with fixed generics, instead of kernels
     #[arg(long)]

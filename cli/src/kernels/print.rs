@@ -1,6 +1,6 @@
 //! `flashtile kernels print`.
 
-use super::select::{Set, VariantArgs, kernel, names};
+use super::select::{Set, VariantArgs, kernel, kernel_name, names};
 use crate::failure::{Failure, Result};
 use crate::output::{self, Destination};
 use crate::report;
@@ -21,7 +21,7 @@ use std::path::PathBuf;
 )]
 pub(crate) struct PrintArgs {
     /// Kernel or instance
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", value_parser = kernel_name(), hide_possible_values = true)]
     pub(crate) name: Option<String>,
     /// Language
     #[arg(long, value_enum)]

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::nearest;
-use crate::parse::{codec, count, dtype};
+use crate::parse::{ByName, codec, count, dtype};
 use clap::Args;
 use flashtile::kernel::source::GenericKind;
 use flashtile::kernel::{Generic, Instance, Kernel, ScalarType};
@@ -18,14 +18,14 @@ pub(crate) struct VariantArgs {
     /// Elements of a v vector; default as many as of k
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) value_dim: Option<usize>,
-    /// Element type of q and out: f32, f16 or bf16
-    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    /// Element type of q and out
+    #[arg(long, value_name = "DTYPE", value_parser = dtype())]
     pub(crate) dtype: Option<Dtype>,
     /// Codec of the keys, as in `flashtile run`; default the dtype
-    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", value_parser = codec())]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values; default the dtype
-    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", value_parser = codec())]
     pub(crate) v_codec: Option<Codec>,
 }
 
@@ -54,6 +54,11 @@ impl VariantArgs {
             v_codec: self.v_codec.unwrap_or(Codec::of(dtype)),
         }
     }
+}
+
+/// A parser of names of kernels or their instances. Shells complete the names of kernels.
+pub(super) fn kernel_name() -> ByName<String> {
+    ByName::new(names(), |text| Ok(text.to_owned()))
 }
 
 /// Names of all kernels.

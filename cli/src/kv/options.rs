@@ -1,7 +1,7 @@
 //! The options of `flashtile kv`.
 
 use crate::options::{Layout, Semantics};
-use crate::parse::{count, positive, threads};
+use crate::parse::{codec, count, positive, threads};
 use clap::Args;
 use flashtile::Codec;
 use std::path::PathBuf;
@@ -54,7 +54,7 @@ pub(crate) struct KvArgs {
     #[arg(long)]
     pub(crate) keys_as_queries: bool,
     /// Codecs to compare; default all that support any head dimension, except f32
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = codec())]
     pub(crate) codecs: Vec<Codec>,
     /// Largest mean divergence of the probabilities for a recommended pair, in nats
     #[arg(long, value_name = "X", value_parser = positive, default_value_t = 1e-4, allow_hyphen_values = true)]

@@ -480,3 +480,75 @@ fn a_reader_that_went_away_is_no_failure() {
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
 }
+
+#[test]
+fn plans_for_machines_of_files() {
+    let folder = Folder::empty();
+    let file = folder.path().join("mine.json");
+    let path = file.to_str().unwrap();
+    let shape = ["plan", "--q-len", "4096", "--causal", "--dtype", "bf16", "--no-tiles", "--json"];
+    let json = |more: &[&str]| -> serde_json::Value {
+        serde_json::from_str(&ok(&[&shape[..], more].concat())).unwrap()
+    };
+    for device in ["h200", "H200", "M3-Max", "AVX2-8core"] {
+        let facts = ok(&["info", "--device", device]);
+        std::fs::write(&file, &facts).unwrap();
+        let (mut of_file, mut known) = (json(&["--device-file", path]), json(&["--device", device]));
+        assert_eq!(known["device"], device.to_lowercase());
+        assert_eq!(of_file["device"], path);
+        assert_eq!(of_file["backend_reason"], "--device-file asks for it");
+        for plan in [&mut of_file, &mut known] {
+            plan["device"].take();
+            plan["backend_reason"].take();
+        }
+        assert_eq!(of_file, known, "{device}");
+    }
+
+    // A device with fewer multiprocessors takes longer.
+    let h200 = ok(&["info", "--device", "h200"]);
+    std::fs::write(&file, h200.replace("\"multiprocessors\": 132", "\"multiprocessors\": 66")).unwrap();
+    let seconds = |plan: serde_json::Value| plan["estimated_seconds"].as_f64().unwrap();
+    let ratio = seconds(json(&["--device-file", path])) / seconds(json(&["--device", "h200"]));
+    assert!((ratio - 2.0).abs() < 1e-9, "{ratio}");
+
+    let cases = [
+        (h200.replace("132", "0"), "multiprocessors is 0, expected 1 to 65536"),
+        (h200.replace("\"l2\"", "\"l5\""), "not the facts of a machine: unknown field `l5`"),
+        (
+            h200.replace("\"cuda\"", "\"vulkan\""),
+            "unknown variant `vulkan`, expected one of `cpu`, `cuda`, `metal`",
+        ),
+        (
+            ok(&["info", "--device", "avx2-8core"]).replace("avx2", "sse2"),
+            "sse2 is not an instruction set, expected avx2",
+        ),
+        (String::new(), "(`flashtile info --device NAME` prints such a file)"),
+    ];
+    for (text, why) in cases {
+        std::fs::write(&file, text).unwrap();
+        assert_refused(&flashtile(["plan", "--device-file", path]), why, why);
+    }
+    let both = flashtile(["plan", "--device-file", path, "--device", "h200"]);
+    assert_refused(&both, "cannot be used with", "two machines");
+}
+
+#[test]
+fn plans_have_an_estimated_time() {
+    let of =
+        |more: &[&str]| ok(&[&["plan", "--device", "h200", "--dtype", "bf16", "--no-tiles"], more].concat());
+    let line = |text: &str| text.lines().find(|line| line.starts_with("estimate ")).unwrap().to_owned();
+    let prefill = line(&of(&["--q-len", "4096"]));
+    assert!(prefill.contains(" GFLOP at ") || prefill.contains(" TFLOP at "), "{prefill}");
+    assert!(prefill.contains("not a measurement or a promise"), "{prefill}");
+    let decode = line(&of(&["--cached", "1:8192x16", "--heads", "32", "--kv-heads", "8"]));
+    assert!(
+        decode.contains(" MiB of K and V at ")
+            && decode.contains("B/s, the rate by which auto compares machines"),
+        "{decode}"
+    );
+    let json: serde_json::Value = serde_json::from_str(&of(&["--q-len", "4096", "--json"])).unwrap();
+    let seconds = json["estimated_seconds"].as_f64().unwrap();
+    // 68.7 GFLOP, at less than the 989 TFLOP/s of the device and more than a tenth of them.
+    assert!(seconds > 69e-6 && seconds < 690e-6, "{seconds}");
+    assert!(json["estimated_overhead_seconds"].as_f64().unwrap() > 0.0, "{json}");
+}
