@@ -478,12 +478,18 @@ fn tables() {
         |t| (t.width, t.table, t.first) = (4, vec![0; 12], vec![5, 0, 0]),
         "tables: sequence 0 has length 20, a table that does not wrap reaches 16",
     );
-    refused(&causal, |t| t.first[0] = 1, "query row 0 of sequence 0 sees key 0, the first kept is 1");
+    let not_kept = |what: &str, first: usize| {
+        format!(
+            "{what}, the first kept is {first}: expected a window that hides keys before {first}, a ring with a capacity \
+             of window + query rows, or fewer tokens forgotten"
+        )
+    };
+    refused(&causal, |t| t.first[0] = 1, &not_kept("query row 0 of sequence 0 sees key 0", 1));
     let banded = causal.clone().seeing(Visibility::window(Some(5), None));
-    refused(&banded, |t| t.first[0] = 13, "query row 0 of sequence 0 sees key 12, the first kept is 13");
-    refused(&banded, |t| t.first[1] = 9, "query row 0 of sequence 1 sees key 3, the first kept is 9");
+    refused(&banded, |t| t.first[0] = 13, &not_kept("query row 0 of sequence 0 sees key 12", 13));
+    refused(&banded, |t| t.first[1] = 9, &not_kept("query row 0 of sequence 1 sees key 3", 9));
     let late = cached().causal(QOffset::At(-2));
-    refused(&late, |t| t.first[0] = 3, "query row 2 of sequence 0 sees key 0, the first kept is 3");
+    refused(&late, |t| t.first[0] = 3, &not_kept("query row 2 of sequence 0 sees key 0", 3));
     refused(&causal, |t| t.page_size = 5, "k has shape [11, 2, 4, 8], expected [11, 2, 5, 8]");
 }
 

@@ -275,7 +275,11 @@ impl std::fmt::Display for RunError {
                 "tables: token {token} of sequence {sequence} is not where prefixes[{index}] has it"
             ),
             Self::NotKept { sequence, row, key, first } => {
-                write!(f, "query row {row} of sequence {sequence} sees key {key}, the first kept is {first}")
+                write!(
+                    f,
+                    "query row {row} of sequence {sequence} sees key {key}, the first kept is {first}: expected a window \
+                     that hides keys before {first}, a ring with a capacity of window + query rows, or fewer tokens forgotten"
+                )
             }
             Self::Memory { tensor, error } => write!(f, "{tensor}: {error}"),
             Self::Alignment { tensor, aligned, got } => {
