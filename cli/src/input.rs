@@ -6,8 +6,10 @@ use crate::numpy::{self, Array, Member};
 use crate::report;
 use memmap2::Mmap;
 use rawzip::{ZipArchive, ZipSliceArchive};
-use safetensors::tensor::Dtype;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::File;
@@ -19,6 +21,9 @@ compile_error!("tensors are read in place, and files hold them in little-endian 
 
 /// Length of the longest header that is parsed, which is the format's own limit.
 const MAX_HEADER: usize = 100_000_000;
+
+/// Length of the longest header that is parsed tensor by tensor, which takes many times its memory.
+const MAX_EXPLAINED: usize = 1 << 24;
 
 /// A mapped file or folder of tensors.
 pub(crate) struct Mapped<'p> {
@@ -162,8 +167,8 @@ impl<'p> Mapped<'p> {
                 rest.len()
             ))
         })?);
-        let metadata: safetensors::tensor::Metadata =
-            serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
+        let Header { metadata, unknown } =
+            Header::parse(header).map_err(|why| refuse(&format_args!("header: {why}")))?;
         // The parser keeps the last of several tensors with one name, so repeated names are looked for separately.
         let mut parser = serde_json::Deserializer::from_slice(header);
         parser.deserialize_map(DistinctNames).map_err(|e| refuse(&format_args!("header: {e}")))?;
@@ -179,9 +184,60 @@ impl<'p> Mapped<'p> {
                 refuse(&format_args!("tensor {name} lies at {start}..{end} of {}", data.len()))
             })?;
             let (dtype, shape) = (info.dtype, info.shape.clone());
-            tensors.insert(name, Source::Tensor { dtype, shape, bytes });
+            let source = match unknown.get(&name) {
+                Some(dtype) => Source::Unknown(dtype.clone()),
+                None => Source::Tensor { dtype, shape, bytes },
+            };
+            tensors.insert(name, source);
         }
         Ok(tensors)
+    }
+}
+
+/// The parsed header of a safetensors file.
+struct Header {
+    metadata: Metadata,
+    /// Tensors of dtypes that the parser does not know, by name, each with its dtype. They are bytes in `metadata`.
+    unknown: BTreeMap<String, String>,
+}
+
+impl Header {
+    fn parse(text: &[u8]) -> std::result::Result<Self, String> {
+        match serde_json::from_slice(text) {
+            Ok(metadata) => Ok(Self { metadata, unknown: BTreeMap::new() }),
+            Err(error) if text.len() > MAX_EXPLAINED => Err(error.to_string()),
+            Err(error) => match serde_json::from_slice(text) {
+                Ok(Value::Object(tensors)) => Self::by_tensor(tensors),
+                _ => Err(error.to_string()),
+            },
+        }
+    }
+
+    /// Parses one tensor after another, for errors that name the tensor, and so that a dtype that nothing needs is no error.
+    fn by_tensor(mut tensors: serde_json::Map<String, Value>) -> std::result::Result<Self, String> {
+        let mut unknown = BTreeMap::new();
+        for (name, tensor) in tensors.iter_mut().filter(|(name, _)| *name != "__metadata__") {
+            if let Some(inner) =
+                tensor.as_object().and_then(|of| of.iter().find(|(_, value)| value.is_object()))
+            {
+                let inner = inner.0;
+                return Err(format!(
+                    "{name} holds tensors, such as {inner}; names are not nested, expected one such as {name}.{inner}"
+                ));
+            }
+            let Some(dtype) = tensor["dtype"].as_str().map(str::to_owned) else { continue };
+            if serde_json::from_value::<Dtype>(dtype.clone().into()).is_err() {
+                let [start, end] = [0, 1].map(|at| tensor["data_offsets"][at].as_u64().unwrap_or_default());
+                tensor["dtype"] = "U8".into();
+                tensor["shape"] = vec![end.saturating_sub(start)].into();
+                unknown.insert(name.clone(), dtype);
+            }
+        }
+        for (name, tensor) in tensors.iter().filter(|(name, _)| *name != "__metadata__") {
+            TensorInfo::deserialize(tensor).map_err(|why| format!("tensor {name}: {why}"))?;
+        }
+        let metadata = serde_json::from_value(Value::Object(tensors)).map_err(|why| why.to_string())?;
+        Ok(Self { metadata, unknown })
     }
 }
 
@@ -219,7 +275,13 @@ pub(crate) struct Archive<'a> {
 /// The place of a tensor. Arrays of numpy are read only when they are needed, since others may have any dtype.
 #[derive(Clone)]
 enum Source<'a> {
-    Tensor { dtype: Dtype, shape: Vec<usize>, bytes: &'a [u8] },
+    Tensor {
+        dtype: Dtype,
+        shape: Vec<usize>,
+        bytes: &'a [u8],
+    },
+    /// A tensor of a dtype that is not known.
+    Unknown(String),
     Member(Member<'a>),
     File(&'a NpyFile),
 }
@@ -236,13 +298,16 @@ impl<'a> Archive<'a> {
     /// Reads a tensor, if the file has it.
     ///
     /// # Errors
-    /// If it is an array of numpy that cannot be read.
+    /// If it is an array of numpy that cannot be read, or has a dtype that is not known.
     pub(crate) fn get(&self, name: &str) -> Result<Option<Stored<'a>>> {
         let array = match self.sources.get(name) {
             None => return Ok(None),
             Some(Source::Tensor { dtype, shape, bytes }) => {
                 let (dtype, shape) = (*dtype, shape.clone());
                 return Ok(Some(Stored { dtype, shape, bytes: Bytes::Borrowed(bytes) }));
+            }
+            Some(Source::Unknown(dtype)) => {
+                Err(format!("dtype {dtype} is not known, expected F32, F16 or BF16"))
             }
             Some(Source::Member(member)) => member.read(),
             Some(Source::File(file)) => numpy::array(file.bytes()?),

@@ -9,6 +9,7 @@ use miniz_oxide::inflate::decompress_to_vec_with_limit;
 use rawzip::{CompressionMethod, ZipSliceArchive, ZipSliceEntry};
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use std::collections::BTreeMap;
 
 /// The first bytes of an `.npy` file.
@@ -100,6 +101,9 @@ fn header(text: &str) -> Result<(Dtype, Vec<usize>), String> {
     let keys = "the header is no dictionary of descr, fortran_order and shape";
     let dict: Dict = serde_json::from_str(&json(text)).map_err(|e| format!("{keys}: {e}"))?;
     let Dict { descr, fortran_order, shape } = dict;
+    let Descr::Number(descr) = descr else {
+        return Err("its elements are records of several fields, expected numbers".to_owned());
+    };
     let dtype = DTYPES.iter().find(|(name, _)| *name == descr).map(|(_, dtype)| *dtype);
     let dtype = dtype.ok_or_else(|| unknown(&descr))?;
     // Both orders agree if at most one axis is longer than 1.
@@ -109,13 +113,21 @@ fn header(text: &str) -> Result<(Dtype, Vec<usize>), String> {
     Ok((dtype, shape))
 }
 
-/// The fields of a header. Records are refused: their `descr` is a list.
+/// The fields of a header.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Dict {
-    descr: String,
+    descr: Descr,
     fortran_order: bool,
     shape: Vec<usize>,
+}
+
+/// The dtype of an array: a text, or for records a list of the fields.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Descr {
+    Number(String),
+    Records(#[allow(dead_code, reason = "records are refused")] Vec<IgnoredAny>),
 }
 
 /// Translates a dictionary from Python's syntax to JSON, which has other quotes, brackets and booleans, and no trailing
@@ -303,7 +315,7 @@ mod tests {
         assert!(of("'|O'", "1,", 8).starts_with("dtype |O, expected"));
         assert!(of("'|V2'", "1,", 2).contains("save float32 and give --dtype bf16"));
         assert!(of("'>f4'", "1,", 4).contains("big-endian"));
-        assert!(of("[('a', '<f4')]", "1,", 4).contains("expected a string"));
+        assert!(of("[('a', '<f4')]", "1,", 4).contains("records of several fields, expected numbers"));
         assert_eq!(of("'<f4'", "2, 3", 23), "23 bytes of data do not fit shape [2, 3] of F32");
         assert!(of("'<f4'", "99999999999, 99999999999", 4).contains("do not fit shape"));
         for shape in ["-1,", "1.5,", "1, , 2", "99999999999999999999,", "1 2"] {

@@ -186,6 +186,40 @@ fn strict_reading() {
     assert_refused(&flashtile(["plan", "--strict"]), "--strict: does not apply", "plan of a shape");
 }
 
+/// Headers that are no flat list of tensors of known dtypes.
+#[test]
+fn headers_name_the_tensor_that_is_wrong() {
+    let folder = Folder::empty();
+    let (q, k, v) = (tensor_at("F32", 0), tensor_at("F32", 32), tensor_at("F32", 64));
+    let header = |rest: &str| format!(r#"{{"__metadata__":{{"a":"b"}},"q":{q},"k":{k},"v":{v}{rest}}}"#);
+    let refuse = |rest: &str, data: usize, why: &str| {
+        write_raw(&folder.input, &header(rest), &vec![0; data]);
+        folder.refuse(&[], why);
+    };
+    let nested = format!(r#","layer":{{"k":{k}}}"#);
+    let why = "header: layer holds tensors, such as k; names are not nested, expected one such as layer.k\n";
+    refuse(&nested, 96, why);
+    refuse(r#","x":{"dtype":"F32","shape":[1]}"#, 96, "header: tensor x: missing field `data_offsets`\n");
+    refuse(r#","x":3"#, 96, "header: tensor x: invalid type: integer `3`");
+
+    // Nothing needs the tensor, so that its dtype does not matter.
+    let other = r#","notes":{"dtype":"U3","shape":[8],"data_offsets":[96,99]}"#;
+    write_raw(&folder.input, &header(other), &[0; 99]);
+    let output = folder.try_run(&[]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("note: tensors not read: notes ("), "{}", stderr(&output));
+    folder.refuse(&["--strict"], "unknown tensors: notes");
+    let mask = other.replace("notes", "mask");
+    refuse(&mask, 99, "array mask: dtype U3 is not known, expected F32, F16 or BF16\n");
+    refuse(other, 98, "98 bytes of data, the header expects 99\n");
+}
+
+/// A tensor of 8 elements of 4 bytes in the header of a file.
+fn tensor_at(dtype: &str, start: usize) -> String {
+    let end = start + 32;
+    format!(r#"{{"dtype":"{dtype}","shape":[1,1,1,8],"data_offsets":[{start},{end}]}}"#)
+}
+
 #[test]
 fn padded_causal_problems_must_say_where_queries_sit() {
     let mut tensors = qkv(Dtype::F32, &[1, 1, 4, 8], &[1, 1, 4, 8], &[1, 1, 4, 8]);
@@ -278,7 +312,7 @@ fn hostile_headers() {
         "\u{fffd}".into(),
         "[".repeat(100_000),
         r#"{"q":1}"#.into(),
-        r#"{"q":{"dtype":"F99","shape":[4],"data_offsets":[0,16]}}"#.into(),
+        r#"{"q":{"dtype":"F99","shape":[4],"data_offsets":[0,17]}}"#.into(),
         r#"{"__metadata__":{"a":1}}"#.into(),
         r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}"#.into(),
         r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}"#.into(),
