@@ -159,7 +159,7 @@ impl Bench {
         let rows = rows.chunk_by(|a, b| a.row.differs_in_cache(&b.row)).map(|rows| self.measure(rows));
         let rows = rows.collect::<Result<Vec<_>>>()?.concat();
         let bound = before.max(bound()?);
-        Ok(Group { kind, unit, bound, rows })
+        Ok(Group { kind, unit, bound, facts: self.planner.backend.facts(), rows })
     }
 }
 
@@ -179,9 +179,11 @@ fn table(group: &Group, peers: &Peers) -> String {
     let names = peers.names();
     head.extend(names.iter().flat_map(|name| [(*name).to_owned(), "ratio".to_owned()]));
     let mut table = Table::new(head);
+    let mut notes = Vec::new();
     for measured in &group.rows {
         let (row, dims) = (&measured.row, measured.row.problem.dims());
         let fraction = group.bound.fraction(&measured.work, measured.seconds());
+        let mark = group.excess(measured).map_or_else(String::new, |why| mark(&mut notes, why));
         let mut cells = vec![
             row.problem.dtype().to_string(),
             match dims.value_dim {
@@ -196,7 +198,7 @@ fn table(group: &Group, peers: &Peers) -> String {
             report::seconds(measured.seconds()),
             report::percent(measured.spread()),
             format!("{:.1}", fraction * group.bound.limit.per_second / 1e9),
-            report::percent(fraction),
+            format!("{}{mark}", report::percent(fraction)),
         ];
         if has_shared {
             cells.push(row.shared().to_string());
@@ -212,7 +214,18 @@ fn table(group: &Group, peers: &Peers) -> String {
         table.push(cells);
     }
     let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
-    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name, group.bound)
+    let notes = notes.iter().enumerate().map(|(at, why)| format!("[{}] above the limit: {why}\n", at + 1));
+    let notes: String = notes.collect();
+    format!("{}, {}: limit is the {}{ratio}\n{table}{notes}", group.kind.name(), group.unit.name, group.bound)
+}
+
+/// The mark of a note below a table, which is added unless it is there already.
+fn mark(notes: &mut Vec<String>, why: String) -> String {
+    let at = notes.iter().position(|note| *note == why).unwrap_or_else(|| {
+        notes.push(why);
+        notes.len() - 1
+    });
+    format!(" [{}]", at + 1)
 }
 
 /// A row as JSON, with the names that peer rows use.
@@ -240,6 +253,7 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "limit": rate_name(bound.rate),
         "limit_per_s": bound.limit.per_second,
         "fraction": bound.fraction(&measured.work, seconds),
+        "fraction_note": group.excess(measured),
         "nrmse": measured.nrmse,
         "peers": peers,
     });

@@ -151,8 +151,14 @@ fn commands_of_the_documentation_run_and_draw_its_pictures() {
             if args.contains(&"simulator".to_owned()) && !cfg!(feature = "simulator") {
                 continue;
             }
+            // Standard output in a file, which later commands read by its name.
+            let redirected = args.iter().position(|arg| arg == ">").map(|at| args.split_off(at)[1].clone());
             let mut drawn = None;
             for at in 1..args.len() {
+                let made = folder.path().join(&args[at]);
+                if made.is_file() {
+                    args[at] = made.to_str().unwrap().to_owned();
+                }
                 if ["-o", "--svg"].contains(&args[at - 1].as_str()) {
                     let documented = root.join(&args[at]);
                     let path = folder.path().join(documented.file_name().unwrap());
@@ -165,6 +171,9 @@ fn commands_of_the_documentation_run_and_draw_its_pictures() {
             let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_flashtile"));
             let output = program.args(&args).current_dir(&root).output().unwrap();
             assert!(output.status.success(), "{page}: {args:?}: {}", stderr(&output));
+            redirected.into_iter().for_each(|name| {
+                std::fs::write(folder.path().join(name), &output.stdout).unwrap();
+            });
             count += 1;
             if let Some(paths) = drawn {
                 let [mut documented, mut drawn] = paths.map(|path| std::fs::read_to_string(path).unwrap());
