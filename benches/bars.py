@@ -34,7 +34,9 @@ PEERS = ("#7f93a8", "#aebbc8", "#5f7388", "#c9a86a", "#8fb39a", "#b08fb3", "#b3a
 WIDTH, MARGIN, SIZE, LINE, TITLE = 800, 20, 13, 18, 17
 BAR, GAP, BETWEEN_GROUPS, VALUES, LABELS = 14, 2, 13, 112, 330
 # Limits up to this factor beyond the fastest bar are drawn; a farther one would leave no room for the bars.
-FAR = 1.7
+FAR = {"prefill": 1.7, "decode": 3}
+# The bar of a row with a shared prefix that is read once for each of the sequences.
+APART = "flashtile, the prefix read for each sequence"
 
 
 class RowError(Exception):
@@ -88,6 +90,8 @@ def ours_of(line, key, row):
     # A peer of this name is an earlier build.
     peers = (row.get("peers") or {}).items()
     compared = {"flashtile, earlier" if name == "flashtile" else name: positive(of, "seconds", f" of {name}") for name, of in peers}
+    if row.get("seconds_apart") is not None:
+        compared[APART] = positive(row, "seconds_apart")
     unit = text(row, "unit", row.get("isa"))
     threads = None if row.get("threads") is None else number(row, "threads")
     return Ours(line, key, positive(row, "seconds"), rate, positive(row, "limit_per_s"), unit, threads, compared)
@@ -96,7 +100,7 @@ def ours_of(line, key, row):
 def read(path, options):
     """The rows that the options select: ours, and (name, key, seconds) of peers."""
     ours, peers, names = [], [], set()
-    selected = lambda name: not options.peers or name.startswith(tuple(options.peers))
+    selected = lambda name: not options.peers or name.startswith((*options.peers, APART))
     for line, written in enumerate(path.read_text().splitlines(), 1):
         if not written.strip():
             continue
@@ -286,10 +290,11 @@ def legend(svg, names, has_limit):
             x, y = MARGIN, y + LINE
         svg.rectangle(paint, x, y - 11, 22, 13)
         svg.words(label, x + 29, y)
-        x += wide + 14
+        x += wide + 20
     if len(names) == 1:
         return y + 12
-    svg.words("Longer bars are faster. In brackets: how many times as fast as the fastest peer.", MARGIN, y + 22, colour=MUTED)
+    beside = "without sharing" if names == ["flashtile", APART] else "the fastest peer"
+    svg.words(f"Longer bars are faster. In brackets: how many times as fast as {beside}.", MARGIN, y + 22, colour=MUTED)
     return y + 32
 
 
@@ -303,7 +308,7 @@ class Panel:
         self.labels = [listed(row) for row in zip(*(column for column in columns if len(set(column)) > 1))] or [""] * len(some)
         self.fastest = max(speed for of in some for _, speed in of.speeds)
         self.limits = min(of.limit for of in some), max(of.limit for of in some)
-        self.has_limit = self.limits[1] <= FAR * self.fastest
+        self.has_limit = self.limits[1] <= FAR[self.kind] * self.fastest
         end = max(self.fastest, self.limits[1] if self.has_limit else 0)
         self.scale, prefix = (1e12, "T") if end >= 2e12 else (1e9, "G")
         self.unit, self.end = prefix + ("FLOP/s" if self.kind == "prefill" else "B/s"), end / self.scale

@@ -131,15 +131,16 @@ impl Svg {
             Anchor::End => " text-anchor=\"end\"",
         };
         let weight = if words.is_bold { " font-weight=\"600\"" } else { "" };
-        let halo = if words.has_halo {
-            format!(" paint-order=\"stroke\" stroke=\"{PAGE}\" stroke-width=\"4\"")
-        } else {
-            String::new()
-        };
         let (colour, text) = (words.colour, Escaped(words.text));
-        self.add(format_args!(
-            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" fill=\"{colour}\"{anchor}{weight}{halo}>{text}</text>"
-        ));
+        let place = format_args!("x=\"{x}\" y=\"{y}\" font-size=\"{size}\"");
+        if words.has_halo {
+            // A stroked copy beneath the words: viewers that do not know `paint-order` would draw a stroke over them.
+            self.add(format_args!(
+                "<text {place} fill=\"{PAGE}\"{anchor}{weight} stroke=\"{PAGE}\" stroke-width=\"4\" \
+                 stroke-linejoin=\"round\" aria-hidden=\"true\">{text}</text>"
+            ));
+        }
+        self.add(format_args!("<text {place} fill=\"{colour}\"{anchor}{weight}>{text}</text>"));
     }
 
     /// Draws words that are read upwards, with their middle at a point.
@@ -272,6 +273,26 @@ mod tests {
         assert!(text.contains("y=\"2\"") && text.starts_with("<svg") && text.ends_with("</svg>\n"), "{text}");
         // Every colour of a dark page replaces one that shapes can have.
         assert!(text.contains("[fill=\"#ffffff\"]{fill:#0d1117}"), "{text}");
+    }
+
+    /// Every renderer draws elements in their order, and not every one knows `paint-order`.
+    #[test]
+    fn the_page_around_words_is_an_element_beneath_them() {
+        let mut svg = Svg::new("", "");
+        svg.words(&Words::new("plain", 1.0, 2.0));
+        svg.words(&Words::new("ringed", 1.0, 2.0).on_page());
+        let text = svg.document(10.0);
+        let lines: Vec<&str> = text.lines().filter(|line| line.contains("</text>")).collect();
+        assert_eq!((lines.len(), text.contains("paint-order")), (3, false), "{text}");
+        assert!(!lines[0].contains("stroke") && !lines[2].contains("stroke"), "{text}");
+        assert!(
+            lines[1].contains(&format!("stroke=\"{PAGE}\"")) && lines[1].contains("aria-hidden"),
+            "{text}"
+        );
+        assert!(
+            lines[1].ends_with(">ringed</text>")
+                && lines[2].ends_with(&format!("fill=\"{INK}\">ringed</text>"))
+        );
     }
 
     #[test]
