@@ -86,6 +86,17 @@ impl Runner {
         self.run_found(inputs, outputs)
     }
 
+    /// Checks everything that [`Runner::run`] would refuse, and allocates what it needs, without computing: a caller that writes new rows to
+    /// its own pages does so after this call, and no error of the run that follows leaves them behind.
+    ///
+    /// # Errors
+    /// As [`Runner::run`].
+    pub fn prepare(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<()> {
+        self.plan(desc)?;
+        inputs::check(self.plans[0].problem(), inputs, outputs)?;
+        self.reserve()
+    }
+
     /// Calls a function with the runner that the calling thread keeps: the runner of
     /// [`attention`](crate::attention()), and of each [`Step`](crate::Step) without a runner of its own. A
     /// nested call, which a thread makes when it waits for rayon and takes up another task, gets a new
@@ -143,12 +154,22 @@ impl Runner {
     pub(crate) fn run_found(&mut self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         let plan = &self.plans[0];
         if self.workspace.len() < plan.workspace_bytes() {
-            // Tensors that are refused cost no memory, and the old workspace makes room for the new one.
+            // Tensors that are refused cost no memory.
             inputs::check(plan.problem(), inputs, outputs)?;
+        }
+        self.reserve()?;
+        self.cpu.run(&self.plans[0], inputs, outputs, &mut self.workspace).map_err(Error::Run)
+    }
+
+    /// Makes the workspace as large as the first plan needs.
+    fn reserve(&mut self) -> Result<()> {
+        let plan = &self.plans[0];
+        if self.workspace.len() < plan.workspace_bytes() {
+            // The old workspace makes room for the new one.
             self.workspace = Workspace::new(0);
             self.workspace = plan.try_workspace()?;
         }
-        self.cpu.run(plan, inputs, outputs, &mut self.workspace).map_err(Error::Run)
+        Ok(())
     }
 }
 

@@ -1,9 +1,9 @@
 //! The front door: one call gives what describing, planning and running gives, bit for bit.
 
 use flashtile::{
-    Attention, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dtype, Error, Inputs, KvCache, KvCacheExt,
-    MaskView, Outputs, OwnedTensor, PlanOptions, ProblemDesc, QOffset, Runner, SeqId, SeqLens, StepTensors,
-    TensorView, TensorViewMut, attention, attention_probs, attention_vec,
+    Attention, BlockTables, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dtype, Error, HeadShape, Inputs,
+    KvCache, KvCacheExt, MaskView, Outputs, OwnedTensor, PlanOptions, ProblemDesc, QOffset, Runner, SeqId,
+    SeqLens, StepTensors, TensorView, TensorViewMut, attention, attention_probs, attention_vec,
 };
 use flashtile_testkit::Rng;
 
@@ -152,6 +152,37 @@ fn one_error_for_all_refusals() {
     assert!(splits.is_unsupported() && std::error::Error::source(&splits).is_none());
     let view_error: Error = TensorView::bhsd(&data, [9, 9, 9, 9]).unwrap_err().into();
     assert_eq!(view_error.to_string(), "view reaches 6561 elements, memory holds 64");
+}
+
+/// What [`Runner::prepare`] accepts runs; what it refuses is what a run refuses. It writes nothing.
+#[test]
+fn what_is_prepared_runs() {
+    let pages = numbers(3 * 2 * 4 * 16, 5);
+    let pages = TensorView::bhsd(&pages, [3, 2, 4, 16]).unwrap();
+    let q = numbers(2 * 2 * 16, 6);
+    let q = TensorView::packed::<f32>(&q, [2, 2, 16]).unwrap();
+    let heads = HeadShape { q_heads: 2, kv_heads: 2, head_dim: 16, value_dim: 16 };
+    let desc = ProblemDesc::cached(heads, Dtype::F32, &[SeqLens::decode(7), SeqLens::decode(4)]);
+    let mut runner = Runner::new();
+    let mut out = vec![f32::NAN; 2 * 2 * 16];
+    for (table, refused) in
+        [([2, 0, 1, 9], false), ([2, 3, 1, 9], true), ([2, 0, 1, 9], false), ([9, 0, 1, 9], true)]
+    {
+        out.fill(f32::NAN);
+        let tables = BlockTables::from_rows(&table, &[7, 4], 4).unwrap();
+        let inputs = Inputs::paged(q, pages, pages, &tables);
+        let mut outputs = Outputs::new(TensorViewMut::packed::<f32>(&mut out, [2, 2, 16]).unwrap());
+        let prepared = runner.prepare(&desc, &inputs, &outputs).map_err(|error| error.to_string());
+        assert_eq!(prepared.is_err(), refused, "{prepared:?}");
+        let ran = runner.run(&desc, &inputs, &mut outputs).map_err(|error| error.to_string());
+        assert_eq!(prepared, ran);
+        assert_eq!(out.iter().all(|x| x.is_nan()), refused);
+        assert_eq!(out.iter().any(|x| x.is_nan()), refused);
+    }
+    let tables = BlockTables::from_rows(&[2, 0, 1, 9], &[7, 4], 4).unwrap();
+    let mut outputs = Outputs::new(TensorViewMut::packed::<f32>(&mut out, [2, 2, 16]).unwrap());
+    outputs.lse = Some(&mut []);
+    runner.prepare(&desc, &Inputs::paged(q, pages, pages, &tables), &outputs).unwrap_err();
 }
 
 /// A runner plans again where the pool of a call has another number of threads.

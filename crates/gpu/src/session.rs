@@ -203,17 +203,31 @@ impl<E: Engine> Session<E> {
         let captures = self.captures()?;
         self.run_selected(|device, engine, kept| {
             let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
-            inputs.tables = None;
-            check(kept.problem(), &inputs, Some(page_size), outputs)?;
-            let pages = inputs.k.shape[0];
-            check_tables(kept.problem(), tables, pages).map_err(SessionError::from)?;
+            check_paged(kept.problem(), &inputs, tables, outputs)?;
             kept.captured |= captures;
+            inputs.tables = None;
             if engine.write_sequences(device, &mut kept.prepared, Some(tables))? {
-                let table = kept.tables.write(device, tables, pages, captures)?.view();
+                let table = kept.tables.write(device, tables, inputs.k.shape[0], captures)?.view();
                 inputs.tables = Some(GpuTables { table, width, page_size, wraps });
             }
             engine.run(device, &mut kept.prepared, &inputs, outputs)
         })
+    }
+
+    /// Checks everything that [`Session::run_paged`] would refuse, without launching anything: a caller that writes new rows to its own pages
+    /// does so after this call.
+    ///
+    /// # Errors
+    /// As [`Session::run_paged`].
+    pub fn check_paged(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &GpuInputs<'_, MemoryOf<E>>,
+        tables: &BlockTables,
+        outputs: &GpuOutputs<'_, MemoryOf<E>>,
+    ) -> Result<(), E::Error> {
+        self.select(desc)?;
+        Ok(check_paged(self.plans[0].problem(), inputs, tables, outputs)?)
     }
 
     /// Computes a description over tensors in host memory: copies them to the device, runs, waits, and copies
@@ -369,6 +383,17 @@ pub fn check<M: DeviceMemory, E>(
     check_elements(inputs, outputs)?;
     inputs.check(problem)?;
     Ok(outputs.out.check().map_err(|error| RunError::Memory { tensor: "out", error })?)
+}
+
+/// [`check`] of tensors over pages that tables of the host list, and of the tables.
+fn check_paged<M: DeviceMemory, E>(
+    problem: &Problem,
+    inputs: &GpuInputs<'_, M>,
+    tables: &BlockTables,
+    outputs: &GpuOutputs<'_, M>,
+) -> Result<(), SessionError<E>> {
+    check(problem, &GpuInputs { tables: None, ..*inputs }, Some(tables.page_size), outputs)?;
+    Ok(check_tables(problem, tables, inputs.k.shape[0])?)
 }
 
 /// Checks that lists, tables and bytes are of the types that kernels read.
