@@ -115,7 +115,7 @@ class KvCache:
         value_dim: int | None = None,
         layout: Literal["paged", "contiguous", "ring"] = "paged",
         pages: int = 1024,
-        page: int = 16,
+        page_size: int = 16,
         slots: int | None = None,
         capacity: int | None = None,
         k: str = "int8",

@@ -6,7 +6,7 @@ import numpy
 
 from . import _flashtile
 from ._arrays import checked, lent, maker, written
-from ._options import Options
+from ._options import Options, integer
 
 
 def _means(center, shape):
@@ -38,7 +38,7 @@ class KvCache:
         value_dim: elements of a value; None is `head_dim`.
         layout: `"paged"`: pages as sequences grow, which forks share; `"contiguous"`: a slot of `capacity` tokens a sequence; `"ring"`: a
             slot that overwrites its oldest tokens, for sliding windows.
-        pages, page: pages of the cache and tokens of a page, of `"paged"`.
+        pages, page_size: pages of the cache and tokens of a page, of `"paged"`.
         slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
         k, v: codecs of keys and values: f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
         center: an array `(layers, kv_heads, head_dim)`, subtracted from keys before they are quantized, which leaves softmax as it is: for
@@ -58,7 +58,7 @@ class KvCache:
         value_dim=None,
         layout="paged",
         pages=1024,
-        page=16,
+        page_size=16,
         slots=None,
         capacity=None,
         k="int8",
@@ -68,23 +68,35 @@ class KvCache:
         if layout == "paged":
             if slots is not None or capacity is not None:
                 raise ValueError("slots and capacity are of layout='contiguous' and 'ring', this one is 'paged'")
-            tokens = {"pages": pages, "page_size": page}
+            tokens = {"pages": pages, "page_size": page_size}
         elif layout in ("contiguous", "ring"):
             if slots is None or capacity is None:
                 raise ValueError(f"layout={layout!r} needs slots and capacity")
             tokens = {"slots": slots, "capacity": capacity}
         else:
             raise ValueError(f"layout is {layout!r}, expected 'paged', 'contiguous' or 'ring'")
-        desc = {
-            "layout": {layout: tokens},
-            "layers": layers,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "value_dim": head_dim if value_dim is None else value_dim,
-            "k": k,
-            "v": v,
-        }
-        self._cache = _flashtile.Cache(json.dumps(desc), _means(center, (layers, kv_heads, head_dim)))
+        for name, codec in (("k", k), ("v", v)):
+            if codec not in _flashtile.CODECS:
+                raise ValueError(f"{name} is {codec!r}, expected a codec: {', '.join(_flashtile.CODECS)}")
+        sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+        sizes, tokens = ({name: integer(name, size) for name, size in of.items()} for of in (sizes, tokens))
+        self._desc = {"layout": {layout: tokens}, **sizes, "k": k, "v": v}
+        self._cache = _flashtile.Cache(json.dumps(self._desc), _means(center, (sizes["layers"], sizes["kv_heads"], sizes["head_dim"])))
+
+    def __repr__(self):
+        desc = self._desc
+        ((layout, tokens),) = desc["layout"].items()
+        (count, of), (_, size) = tokens.items()
+        dims = desc["head_dim"] if desc["head_dim"] == desc["value_dim"] else f"{desc['head_dim']} and {desc['value_dim']}"
+        try:
+            memory = self.memory()
+            held = f"{memory['sequences']} sequences, {memory['tokens']} tokens, {memory['bytes_used']} of {memory['bytes_reserved']} bytes"
+        except RuntimeError as error:
+            held = error
+        return (
+            f"<KvCache {layout}, {of} {count} of {size} tokens; {desc['layers']} layers, {desc['kv_heads']} heads of {dims}; "
+            f"k {desc['k']}, v {desc['v']}; {held}>"
+        )
 
     def create(self):
         """A new, empty sequence."""
@@ -132,6 +144,13 @@ class Step:
     def __init__(self, step):
         self._step = step
         self._ended = False
+
+    def __repr__(self):
+        try:
+            lens = self.lens()
+        except RuntimeError as error:
+            return f"<Step, {error}>"
+        return f"<Step of {len(lens)} sequences, {sum(queries for queries, _ in lens)} new tokens of {sum(keys for _, keys in lens)}>"
 
     def attend(
         self,

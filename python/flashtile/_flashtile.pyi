@@ -5,6 +5,7 @@ from typing import Any, final
 
 __version__: str
 OPTIONS: tuple[str, ...]
+CODECS: tuple[str, ...]
 
 @final
 class Sequence:

@@ -1,9 +1,13 @@
 """Plans of problems."""
 
 import json
+from numbers import Integral
 
 from . import _flashtile
 from ._compiler import load_compiler
+from ._options import integer, one_of
+
+_DTYPES = ("f32", "f16", "bf16")
 
 
 def plan(
@@ -59,29 +63,32 @@ def plan(
         RuntimeError: where the backend is a CUDA device that this machine lacks, or the plan is for this machine, in a process that was forked
             off one that has computed or planned.
     """
-    sides = {side: keys for side, keys in zip(("left", "right"), window) if keys != -1}
+    sides = {side: integer("window", keys) for side, keys in zip(("left", "right"), window) if keys != -1}
     if causal:
         sides["right"] = 0
-    if isinstance(q_offset, int):
-        q_offset = {"at": q_offset}
+    if isinstance(q_offset, Integral):
+        q_offset = {"at": int(q_offset)}
+    elif q_offset not in (None, "top_left", "bottom_right"):
+        raise ValueError(f"q_offset is {q_offset!r}, expected 'top_left', 'bottom_right' or the key position of query 0")
+    dims = {
+        "batch": batch,
+        "q_heads": heads,
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "q_len": q_len,
+        "kv_len": q_len if kv_len is None else kv_len,
+        "head_dim": head_dim,
+        "value_dim": head_dim if value_dim is None else value_dim,
+    }
     desc = {
-        "dims": {
-            "batch": batch,
-            "q_heads": heads,
-            "kv_heads": heads if kv_heads is None else kv_heads,
-            "q_len": q_len,
-            "kv_len": q_len if kv_len is None else kv_len,
-            "head_dim": head_dim,
-            "value_dim": head_dim if value_dim is None else value_dim,
-        },
-        "dtype": dtype,
+        "dims": {name: integer("heads" if name == "q_heads" else name, size) for name, size in dims.items()},
+        "dtype": one_of("dtype", dtype, _DTYPES),
         "visibility": sides,
         "q_offset": q_offset,
         "scale": scale,
         "softcap": softcap or None,
         "alibi": alibi,
         "sinks": sinks,
-        "mask": mask if mask in (None, "bool") else {"additive": mask},
+        "mask": mask if mask in (None, "bool") else {"additive": one_of("mask", mask, ("bool", *_DTYPES))},
     }
     if kv_lens is not None and cu_seqlens is not None:
         raise ValueError("kv_lens and cu_seqlens were given, expected one of them")

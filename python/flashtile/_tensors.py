@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 _PLAIN_KEYS = {"DispatchKeySet", "CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"}
 _LAZY_KEYS = {"Negative", "Conjugate", "ZeroTensor"}
 _NO_OPERATORS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+_NESTED = "give its sequences one after another, as torch.cat(x.unbind()) does of (tokens, heads, dim), with cu_seqlens"
 _plain = {}
 
 # True from PyTorch 2.10 on, whose tensors have DLPack's exchange API.
@@ -50,7 +51,7 @@ def check(name, x):
     if torch._C._functorch.is_gradtrackingtensor(x):
         raise ValueError(f"{name} is differentiated by torch.func, and flashtile computes no derivatives: call it outside of the transform")
     if x.is_nested:
-        raise TypeError(f"{name} is a nested tensor: give its sequences one after another, as .values() does, with cu_seqlens")
+        raise TypeError(f"{name} is a nested tensor: {_NESTED if name in ('q', 'k', 'v', 'out') else 'give .to_padded_tensor(0)'}")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}, expected torch.strided: call .to_dense()")
     if x.is_quantized:

@@ -1,7 +1,7 @@
 //! KV caches.
 
 use crate::attention::{Made, Results};
-use crate::failure::refused;
+use crate::failure::{described_wrong, refused, step_refused};
 use crate::memory::{Axes, Memory};
 use crate::options::Options;
 use crate::process;
@@ -62,8 +62,7 @@ impl Cache {
     /// An empty cache with a description in JSON, and the means `[layers][kv_heads * head_dim]` of its keys.
     #[new]
     fn new(desc: &str, means: Option<Vec<Vec<f32>>>) -> PyResult<Self> {
-        let desc: CacheDesc =
-            serde_json::from_str(desc).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let desc: CacheDesc = serde_json::from_str(desc).map_err(|error| described_wrong(&error))?;
         let mut cache = KvCache::new(desc).map_err(refused)?;
         for (layer, mean) in means.iter().flatten().enumerate() {
             cache.set_key_mean(layer, mean).map_err(refused)?;
@@ -120,12 +119,13 @@ impl Cache {
         let running = py.detach(|| {
             let mut place = lock(&home);
             let cache = place.take().ok_or_else(open)?;
+            let layout = cache.desc().layout;
             let begun = Running::try_new_or_recover(MutBorrow::new(cache), |cache| {
                 cache.borrow_mut().step(&batch).map(Some)
             });
             begun.map_err(|(cache, error)| {
                 *place = Some(cache.into_inner());
-                refused(error)
+                step_refused(error, layout)
             })
         })?;
         Ok(Step { running: Mutex::new(Some(running)), home })

@@ -1,8 +1,8 @@
-//! Errors of flashtile as exceptions of Python, with the library's words.
+//! Errors of flashtile as exceptions of Python, with the library's words, and what to do in Python's.
 
-use flashtile::cache::CacheError;
+use flashtile::cache::{CacheError, CacheLayout};
 use flashtile::codec::PagesError;
-use flashtile::{Error, RunError};
+use flashtile::{Error, ProblemError, RunError};
 use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 
@@ -17,7 +17,42 @@ pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
         Error::Run(RunError::Dtype { .. } | RunError::Codec { .. } | RunError::MaskKind { .. }) => {
             PyTypeError::new_err(error.to_string())
         }
+        Error::Problem(ProblemError::OffsetUnsaid { .. } | ProblemError::OffsetUnsaidPadded { .. }) => {
+            PyValueError::new_err(error.to_string().replace(OFFSETS, OFFSETS_OF_PYTHON))
+        }
+        Error::Run(RunError::NotKept { .. }) => PyValueError::new_err(format!("{error}: {FORGOTTEN}")),
         Error::Device(_) | Error::Run(RunError::Threads { .. }) => PyRuntimeError::new_err(error.to_string()),
         _ => PyValueError::new_err(error.to_string()),
     }
+}
+
+/// The offsets, as the library's errors and as the options of Python call them.
+const OFFSETS: &str = "top-left, bottom-right or a number";
+const OFFSETS_OF_PYTHON: &str = "'top_left', 'bottom_right' or the key position of query 0";
+
+const FORGOTTEN: &str = "the tokens before were forgotten, or overwritten in a ring. Give window=(left, 0) with a left that does not reach \
+                         them; a ring needs a capacity of left plus the tokens of a step";
+
+/// [`refused`], of a step that adds tokens to a cache of this layout.
+pub(crate) fn step_refused(error: Error, layout: CacheLayout) -> PyErr {
+    let remedy = match (&error, layout) {
+        (Error::Cache(CacheError::Capacity { .. }), CacheLayout::Ring { .. }) => {
+            "a step of a ring has at most its capacity: give the prompt in several steps"
+        }
+        (Error::Cache(CacheError::Capacity { .. }), CacheLayout::Contiguous { .. }) => {
+            "forget frees no room in a slot: make capacity larger, or take layout='ring' for windows, or 'paged'"
+        }
+        (Error::Cache(CacheError::OutOfPages { .. }), CacheLayout::Paged { .. }) => {
+            "remove, truncate or forget frees pages, or make pages more"
+        }
+        _ => return refused(error),
+    };
+    PyValueError::new_err(format!("{error}: {remedy}"))
+}
+
+/// An error of a description in JSON, which the callers of Python have not written.
+pub(crate) fn described_wrong(error: &serde_json::Error) -> PyErr {
+    let text = error.to_string();
+    let text = text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text);
+    PyValueError::new_err(text.to_owned())
 }

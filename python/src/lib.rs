@@ -20,6 +20,7 @@ use pyo3::types::PyTuple;
 #[pymodule]
 fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("CODECS", PyTuple::new(module.py(), flashtile::Codec::ALL.map(flashtile::Codec::name))?)?;
     module.add("OPTIONS", PyTuple::new(module.py(), options::NAMES)?)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
     module.add_function(wrap_pyfunction!(merge::merge, module)?)?;

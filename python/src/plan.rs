@@ -1,6 +1,6 @@
 //! Plans as JSON.
 
-use crate::failure::refused;
+use crate::failure::{described_wrong, refused};
 use crate::process;
 use flashtile::plan::{AnyFacts, known_machines};
 use flashtile::{AnyPlan, BackendName, PlanOptions, ProblemDesc};
@@ -18,7 +18,7 @@ pub(crate) fn plan(
     backend: &str,
     splits: Option<usize>,
 ) -> PyResult<String> {
-    let wrong = |error: serde_json::Error| PyValueError::new_err(error.to_string());
+    let wrong = |error: serde_json::Error| described_wrong(&error);
     let desc: ProblemDesc = serde_json::from_str(desc).map_err(wrong)?;
     let known = machine.map(known).transpose()?;
     if known.is_none() {

@@ -26,7 +26,7 @@ def run(cache, batch, layers, **options):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"pages": 8, "page": 4}, {"layout": "contiguous", "slots": 2, "capacity": 12}, {"layout": "ring", "slots": 2, "capacity": 12}],
+    [{"pages": 8, "page_size": 4}, {"layout": "contiguous", "slots": 2, "capacity": 12}, {"layout": "ring", "slots": 2, "capacity": 12}],
     ids=["paged", "contiguous", "ring"],
 )
 def test_steps_are_attention(rng, layout):
@@ -95,7 +95,7 @@ def test_a_failed_step_takes_its_tokens_back(rng):
 
 
 def test_sequences(rng):
-    cache = KvCache(**SHAPE, pages=4, page=4)
+    cache = KvCache(**SHAPE, pages=4, page_size=4)
     a, layer = cache.create(), tokens(rng, 6)
     run(cache, [(a, 6)], [layer, layer])
     b = cache.fork(a)
@@ -112,6 +112,65 @@ def test_sequences(rng):
     with pytest.raises(ValueError, match="page"):
         cache.step([(a, 40)])
     assert cache.len(a) == 6
+
+
+@pytest.mark.parametrize(
+    "given, error, text",
+    [
+        ({"k": "int4"}, ValueError, r"k is 'int4', expected a codec: f32, f16, bf16, fp8, int8, tq6, .*mlx-tq8, [^0-9]*"),
+        ({"v": None}, ValueError, "v is None, expected a codec"),
+        ({"layers": "2"}, TypeError, "layers is '2', expected an integer"),
+        ({"page_size": 1.5}, TypeError, "page_size is 1.5, expected an integer"),
+        ({"head_dim": -1}, ValueError, "head_dim is -1, expected no number below 0"),
+        ({"page_size": 0}, ValueError, "page_size 0 is outside 1..=2147483647"),
+        ({"layout": "rings"}, ValueError, "layout is 'rings', expected 'paged', 'contiguous' or 'ring'"),
+    ],
+)
+def test_a_wrong_description_is_named(given, error, text):
+    with pytest.raises(error, match=text) as raised:
+        KvCache(**(SHAPE | given))
+    assert "column" not in str(raised.value)
+
+
+def test_integers_of_numpy_are_sizes():
+    cache = KvCache(numpy.int64(2), kv_heads=numpy.int32(2), head_dim=numpy.uint8(32), pages=numpy.int64(8))
+    assert repr(cache) == repr(KvCache(**SHAPE, pages=8))
+
+
+def test_what_they_are(rng):
+    cache = KvCache(**SHAPE, value_dim=16, pages=8, page_size=4, k="f32", v="f16")
+    a = cache.create()
+    bytes_of = cache.memory()["bytes_reserved"]
+    assert repr(cache) == f"<KvCache paged, 8 pages of 4 tokens; 2 layers, 2 heads of 32 and 16; k f32, v f16; 1 sequences, 0 tokens, 0 of {bytes_of} bytes>"
+    step = cache.step([(a, 3)])
+    assert repr(step) == "<Step of 1 sequences, 3 new tokens of 3>"
+    assert "a step of this cache is open" in repr(cache)
+    step.cancel()
+    assert repr(step) == "<Step, the step has ended>"
+    ring = KvCache(**SHAPE, layout="ring", slots=2, capacity=12)
+    assert repr(ring).startswith("<KvCache ring, 2 slots of 12 tokens; 2 layers, 2 heads of 32; k int8, v tq5; 0 sequences, 0 tokens, ")
+
+
+def test_remedies(rng):
+    """Errors of a step say what to do."""
+    layer = tokens(rng, 3)
+    ring = KvCache(**SHAPE, layout="ring", slots=1, capacity=4)
+    a = ring.create()
+    with pytest.raises(ValueError, match="6 tokens, expected at most 4: a step of a ring has at most its capacity: give the prompt in several steps"):
+        ring.step([(a, 6)])
+    run(ring, [(a, 3)], [layer] * 2)
+    with pytest.raises(ValueError, match=r"sees key 0, the first kept is 2: .*Give window=\(left, 0\).*a ring needs a capacity of left plus the tokens of a step"):
+        run(ring, [(a, 3)], [layer] * 2)
+    run(ring, [(a, 3)], [layer] * 2, window=(1, 0))
+    slot = KvCache(**SHAPE, layout="contiguous", slots=1, capacity=4)
+    a = slot.create()
+    run(slot, [(a, 3)], [layer] * 2)
+    slot.forget(a, 2)
+    with pytest.raises(ValueError, match="6 tokens, expected at most 4: forget frees no room in a slot"):
+        slot.step([(a, 3)])
+    paged = KvCache(**SHAPE, pages=1, page_size=4)
+    with pytest.raises(ValueError, match="pages.*: remove, truncate or forget frees pages, or make pages more"):
+        paged.step([(paged.create(), 5)])
 
 
 def nrmse(out, want):

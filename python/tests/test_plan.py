@@ -71,6 +71,24 @@ def test_errors_of_plans():
         plan(**LLAMA, q_len=1, splits=9)
 
 
+@pytest.mark.parametrize(
+    "given, error, text",
+    [
+        ({"dtype": "f64"}, ValueError, "dtype is 'f64', expected one of f32, f16, bf16$"),
+        ({"mask": "int8"}, ValueError, "mask is 'int8', expected one of bool, f32, f16, bf16$"),
+        ({"head_dim": "64"}, TypeError, "head_dim is '64', expected an integer"),
+        ({"heads": 1.5}, TypeError, "heads is 1.5, expected an integer"),
+        ({"window": (-2, 0)}, ValueError, "window is -2, expected no number below 0"),
+        ({"causal": True, "kv_len": 9, "q_offset": "left"}, ValueError, "q_offset is 'left', expected 'top_left', 'bottom_right' or the key"),
+        ({"causal": True, "kv_len": 9}, ValueError, "needs q_offset: 'top_left', 'bottom_right' or the key position of query 0"),
+    ],
+)
+def test_wrong_arguments_are_named(given, error, text):
+    with pytest.raises(error, match=text):
+        plan(**({"heads": 2, "q_len": 1, "head_dim": 64} | given))
+    assert plan(heads=numpy.int64(2), q_len=numpy.int32(1), head_dim=64, q_offset=numpy.int64(0))["summary"]
+
+
 def test_a_report(rng):
     q, k, v = normal(rng, 2, 4, 20, 64), normal(rng, 2, 2, 20, 64), normal(rng, 2, 2, 20, 32)
     k[:, 1] += 5

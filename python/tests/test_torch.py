@@ -343,6 +343,12 @@ def test_layouts_are_named(qkv):
             attention(q.numpy(), other, v.numpy())
         with pytest.raises(TypeError, match=refusal):
             kv_report({"k": other, "v": v}, codecs=["int8"])
+    with pytest.raises(TypeError, match=r"mask is a nested tensor: give .to_padded_tensor\(0\)"):
+        attention(q, k, v, mask=jagged)
+    # What the refusal of a nested tensor says to do.
+    nested = torch.nested.nested_tensor([x[:, :n].transpose(0, 1) for x, n in zip(k, (33, 4))], layout=torch.jagged)
+    rows = torch.cat(nested.unbind())
+    assert torch.equal(attention(rows, rows, rows, cu_seqlens=nested.offsets())[:33], attention(*[k[:1].transpose(1, 2)] * 3, layout="bshd")[0])
     with pytest.raises(TypeError, match="mask has layout torch.sparse_coo"):
         attention(q, k, v, mask=torch.eye(33).to_sparse())
     with pytest.raises(TypeError, match="sinks has layout torch.sparse_coo"):
