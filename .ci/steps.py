@@ -487,7 +487,7 @@ def pytest(python, *tests, env=None):
 
 
 # Tests that need no PyTorch.
-OVER_NUMPY = ["test_attention.py", "test_cache.py", "test_merge.py", "test_plan.py", "test_docs.py"]
+OVER_NUMPY = ["test_attention.py", "test_cache.py", "test_merge.py", "test_paged.py", "test_plan.py", "test_docs.py", "test_with_cache.py"]
 
 
 def sweep(python, *options, env=None):

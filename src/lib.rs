@@ -71,7 +71,7 @@ pub mod tensor {
     pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
     pub use flashtile_core::owned::OwnedTensor;
     pub use flashtile_core::tensor::{
-        MaskShape, MaskView, TensorView, TensorViewMut, ViewError, dense, reach,
+        MaskShape, MaskView, TensorView, TensorViewMut, ViewError, check_disjoint, dense, reach,
     };
 }
 

@@ -3,7 +3,7 @@
     import flashtile
     out = flashtile.attention(q, k, v, causal=True)
 
-`attention` computes attention in one call, `merge` combines results over parts of the keys, `KvCache` keeps keys and values of sequences
+`attention` computes attention in one call, `attention_with_cache` over pages or slots of your own, `merge` combines results over parts of the keys, `KvCache` keeps keys and values of sequences
 that grow, `plan` says what would run, and `kv_report` measures what codecs do to keys and values. `flashtile.transformers.register()` makes `attn_implementation="flashtile"` work
 in Hugging Face transformers.
 
@@ -17,5 +17,6 @@ from ._flashtile import Sequence, __version__
 from ._merge import merge
 from ._plan import plan
 from ._quality import kv_report
+from ._with_cache import attention_with_cache
 
-__all__ = ["KvCache", "Sequence", "Step", "__version__", "attention", "kv_report", "merge", "plan"]
+__all__ = ["KvCache", "Sequence", "Step", "__version__", "attention", "attention_with_cache", "kv_report", "merge", "plan"]

@@ -63,6 +63,56 @@ def attention(
     return_lse: Literal[True],
     out: Dlpack | None = None,
 ) -> tuple[Array, Array]: ...
+@overload
+def attention_with_cache(
+    q: Array,
+    k_cache: Dlpack,
+    v_cache: Dlpack,
+    *,
+    cache_lens: Lengths | None = None,
+    block_table: ArrayLike | Dlpack | tuple[Lengths, Lengths] | None = None,
+    cache_batch_idx: Lengths | None = None,
+    k: Dlpack | None = None,
+    v: Dlpack | None = None,
+    q_lens: Lengths | None = None,
+    cu_seqlens: Lengths | tuple[Lengths, Lengths] | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    q_offset: Offset = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Dlpack | None = None,
+    alibi_slopes: Numbers | None = None,
+    sinks: Numbers | None = None,
+    layout: Layout = "bhsd",
+    return_lse: Literal[False] = False,
+    out: Dlpack | None = None,
+) -> Array: ...
+@overload
+def attention_with_cache(
+    q: Array,
+    k_cache: Dlpack,
+    v_cache: Dlpack,
+    *,
+    cache_lens: Lengths | None = None,
+    block_table: ArrayLike | Dlpack | tuple[Lengths, Lengths] | None = None,
+    cache_batch_idx: Lengths | None = None,
+    k: Dlpack | None = None,
+    v: Dlpack | None = None,
+    q_lens: Lengths | None = None,
+    cu_seqlens: Lengths | tuple[Lengths, Lengths] | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    q_offset: Offset = "bottom_right",
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Dlpack | None = None,
+    alibi_slopes: Numbers | None = None,
+    sinks: Numbers | None = None,
+    layout: Layout = "bhsd",
+    return_lse: Literal[True],
+    out: Dlpack | None = None,
+) -> tuple[Array, Array]: ...
 def merge(
     states: List[tuple[Array, Array]], *, layout: Layout = "bhsd", out: Dlpack | None = None
 ) -> tuple[Array, Array]: ...

@@ -22,6 +22,15 @@ def attention_plain(tensors, options, make, classes, records):
     return _on_stream(_flashtile.attention_plain, tensors, options, make, classes, records)
 
 
+def attention_with_cache(tensors, new, args, options, make):
+    """As `attention`, of `_flashtile.attention_with_cache`."""
+
+    def compute(tensors, options, make):
+        return _flashtile.attention_with_cache(tensors, new, args, options, make)
+
+    return _on_stream(compute, tensors, options, make)
+
+
 def _is_plain(x, classes):
     """True for numbers that lose nothing when they are moved to another device."""
     if type(x) in (list, tuple):

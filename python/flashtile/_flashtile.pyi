@@ -45,6 +45,13 @@ def attention_plain(
     classes: tuple[type, ...],
     records: bool,
 ) -> tuple[Any, Any] | None: ...
+def attention_with_cache(
+    tensors: list[Any],
+    new: list[Any] | None,
+    args: tuple[Any, ...],
+    options: tuple[Any, ...],
+    make: Callable[[str, tuple[int, ...]], Any],
+) -> tuple[Any, Any]: ...
 def merge(
     states: list[tuple[Any, Any]], out: Any, options: tuple[Any, ...], make: Callable[[str, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]: ...

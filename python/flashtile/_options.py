@@ -15,7 +15,7 @@ def integer(name, x):
     except TypeError:
         raise TypeError(f"{name} is {x!r}, expected an integer") from None
     if number < 0:
-        raise ValueError(f"{name} is {number}, expected no number below 0")
+        raise ValueError(f"{name} is {number}, expected 0 or more")
     return number
 
 

@@ -47,7 +47,7 @@ impl Call {
             Runner::with_current(|runner| runner.plan(&desc).map(|plan| plan.problem().dims().out_shape()))
         });
         let shape = planned.map_err(refused)?;
-        let mut made = Made::new(out, options, (axes, shape), make)?;
+        let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
         let mut others = vec![q, k, v];
         others.extend(options.mask());
         let mut outputs = made.outputs(axes, &others)?;
@@ -93,6 +93,19 @@ fn is_unreadable(py: Python<'_>, error: &PyErr) -> bool {
     error.is_instance_of::<PyBufferError>(py) || error.is_instance_of::<PyRuntimeError>(py)
 }
 
+/// Shapes of the results.
+pub(crate) struct Shapes {
+    pub(crate) out: Vec<usize>,
+    pub(crate) lse: Vec<usize>,
+}
+
+impl Shapes {
+    /// Of a result `[batch, heads, rows, dim]`.
+    pub(crate) fn of(axes: Axes, shape: [usize; 4]) -> Self {
+        Self { out: axes.shape(shape), lse: axes.lse_shape(shape) }
+    }
+}
+
 /// Memory of the results.
 pub(crate) struct Made<'py> {
     objects: (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>),
@@ -101,26 +114,30 @@ pub(crate) struct Made<'py> {
 }
 
 impl<'py> Made<'py> {
-    /// `given`, or a tensor that `make` makes for a result `[batch, heads, rows, dim]`, and a logsumexp where the options ask for one; on the
-    /// device of the options' stream.
+    /// `given`, or a tensor that `make` makes, and a logsumexp where the options ask for one; on the device of the options' stream.
     pub(crate) fn new(
         given: &Bound<'py, PyAny>,
         options: &Options,
-        (axes, shape): (Axes, [usize; 4]),
+        shapes: Shapes,
         make: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
         let new = |name: &'static str, shape: &[usize]| make.call1((name, PyTuple::new(make.py(), shape)?));
         let (out, memory) = match given.is_none() {
             true => {
-                let out = new("out", &axes.shape(shape))?;
+                let out = new("out", &shapes.out)?;
                 let memory = Memory::made(options.stream, "out", &out)?;
                 (out, memory)
             }
             false => (given.clone(), Memory::on(options.stream, "out", given)?),
         };
-        let lse = options.lse.then(|| new("lse", &axes.lse_shape(shape))).transpose()?;
+        let lse = options.lse.then(|| new("lse", &shapes.lse)).transpose()?;
         let of_lse = lse.as_ref().map(|lse| Memory::made(options.stream, "lse", lse)).transpose()?;
         Ok(Self { objects: (out, lse), out: memory, lse: of_lse })
+    }
+
+    /// Joins batch and rows of out to one axis.
+    pub(crate) fn join_batch(&mut self, axes: Axes) -> PyResult<()> {
+        Ok(self.out.block.join_batch(axes)?)
     }
 
     /// The results as flashtile writes them, into memory that neither they nor `others` have in common.

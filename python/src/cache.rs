@@ -1,6 +1,6 @@
 //! KV caches.
 
-use crate::attention::{Made, Results};
+use crate::attention::{Made, Results, Shapes};
 use crate::failure::{described_wrong, refused, step_refused};
 use crate::memory::{Axes, Memory};
 use crate::options::Options;
@@ -194,7 +194,7 @@ impl Step {
         }
         let [batch, heads, tokens, _] = views.q.shape();
         let shape = [batch, heads, tokens, views.v.shape()[3]];
-        let mut made = Made::new(out, &options, (axes, shape), make)?;
+        let mut made = Made::new(out, &options, Shapes::of(axes, shape), make)?;
         let mut others = vec![&q, &k, &v];
         others.extend(options.mask());
         let mut outputs = made.outputs(axes, &others)?;

@@ -2,9 +2,10 @@
 
 #![allow(unsafe_code)]
 
-use crate::attention::{Call, Made, Results};
+use crate::attention::{Call, Made, Results, Shapes};
 use crate::failure::refused;
-use crate::memory::{DeviceList, DeviceMask, OnDevice, Stream};
+use crate::memory::{Axes, DeviceList, DeviceMask, OnDevice, Stream};
+use crate::with_cache::{Action, Work};
 use flashtile::cuda::cudarc::driver::{CudaStream, sys::CUstream};
 use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Session, with_session};
 use flashtile::{Dims, ProblemDesc};
@@ -45,7 +46,7 @@ pub(crate) fn attention(
         Ok(session.plan(&desc)?.problem().dims().out_shape())
     };
     let shape = py.detach(|| with_session(&stream_of_call, shape)?).map_err(refused)?;
-    let mut made = Made::new(out, options, (axes, shape), make)?;
+    let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
     let mut others = vec![q, k, v];
     others.extend(options.mask());
     made.on_device(axes, &others, on, |outputs| {
@@ -53,6 +54,36 @@ pub(crate) fn attention(
         py.detach(|| with_session(&stream_of_call, run)?).map_err(refused)
     })?;
     Ok(made.results())
+}
+
+/// Checks, or computes, a call over caches on the device of a stream. Returns before the work has ended.
+pub(crate) fn with_cache(
+    work: &Work<'_>,
+    action: Action,
+    made: &mut Made<'_>,
+    (py, stream): (Python<'_>, Stream),
+) -> PyResult<()> {
+    let Work { call: Call { options, q, k, v }, paged, others } = work;
+    let axes = options.axes();
+    let (cuda, stream_of_call) = borrowed(stream).map_err(refused)?;
+    let on = OnDevice { gpu: cuda.gpu(), stream };
+    let (q, k, v) =
+        (q.device_tensor(Axes::Packed, on)?, k.device_tensor(axes, on)?, v.device_tensor(axes, on)?);
+    let k = k.view().and_then(GpuKv::elements).map_err(refused)?;
+    let v = v.view().and_then(GpuKv::elements).map_err(refused)?;
+    let mut inputs = GpuInputs::new(q.view().map_err(refused)?, k, v);
+    let mask = options.mask().map(|mask| mask.device_mask(on)).transpose()?;
+    inputs.mask = mask.as_ref().map(DeviceMask::view).transpose().map_err(refused)?;
+    let (slopes, sinks) = (options.slopes_on(on)?, options.sinks_on(on)?);
+    inputs.alibi_slopes = slopes.as_ref().map(DeviceList::view);
+    inputs.sinks = sinks.as_ref().map(DeviceList::view);
+    made.on_device(Axes::Packed, others, on, |outputs| {
+        let act = |session: &mut Session| match action {
+            Action::Check => session.check_paged(&paged.desc, &inputs, &paged.tables, outputs),
+            Action::Run => session.run_paged(&paged.desc, &inputs, &paged.tables, outputs),
+        };
+        py.detach(|| with_session(&stream_of_call, act)?).map_err(refused)
+    })
 }
 
 /// A device, and a stream of the caller in its primary context.

@@ -12,6 +12,7 @@ mod plan;
 mod process;
 mod quality;
 mod tensors;
+mod with_cache;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -23,6 +24,7 @@ fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("CODECS", PyTuple::new(module.py(), flashtile::Codec::ALL.map(flashtile::Codec::name))?)?;
     module.add("OPTIONS", PyTuple::new(module.py(), options::NAMES)?)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    module.add_function(wrap_pyfunction!(with_cache::attention_with_cache, module)?)?;
     module.add_function(wrap_pyfunction!(merge::merge, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;

@@ -1,6 +1,6 @@
 //! Attention over parts of the keys, merged.
 
-use crate::attention::{Made, Results};
+use crate::attention::{Made, Results, Shapes};
 use crate::failure::refused;
 use crate::memory::{Axes, Memory};
 use crate::options::Options;
@@ -26,14 +26,14 @@ pub(crate) fn merge(
     let Some([first, _]) = states.first() else {
         return Err(PyValueError::new_err("merge of no states"));
     };
-    let axes = if first.rank() == 3 { Axes::Packed } else { options.axes() };
+    let axes = if first.shape().len() == 3 { Axes::Packed } else { options.axes() };
     let shape = first.view(axes)?.shape();
     let lse_shape = axes.lse_shape(shape);
     let mut views = Vec::with_capacity(states.len());
     for [out, lse] in &states {
         views.push(AttentionState { out: out.view(axes)?, lse: lse.list(&lse_shape)? });
     }
-    let mut made = Made::new(out, &options, (axes, shape), make)?;
+    let mut made = Made::new(out, &options, Shapes::of(axes, shape), make)?;
     let others: Vec<&Memory> = states.iter().flatten().collect();
     let mut outputs = made.outputs(axes, &others)?;
     make.py().detach(|| flashtile::merge(&views, &mut outputs)).map_err(refused)?;

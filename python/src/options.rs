@@ -223,16 +223,19 @@ fn lengths(kv_lens: Option<Named<'_>>, cu_seqlens: Option<Named<'_>>) -> PyResul
 }
 
 fn packed(starts: &Bound<'_, PyAny>) -> PyResult<Lengths> {
+    let (q, k) = cumulative(starts)?;
+    Ok(Lengths::Packed { k: k.unwrap_or_else(|| q.clone()), q })
+}
+
+/// The list of `cu_seqlens`, or the pair of them.
+pub(crate) fn cumulative(starts: &Bound<'_, PyAny>) -> PyResult<(Vec<usize>, Option<Vec<usize>>)> {
     let of = |of: &Bound<'_, PyAny>| {
         list("cu_seqlens", of, "the first row of each sequence, then the total, or a pair of such lists")
     };
     // A tuple of two lists is a pair, a tuple of two numbers one list.
     match pair(starts).filter(|(q, _)| q.extract::<usize>().is_err()) {
-        Some((q, k)) => Ok(Lengths::Packed { q: of(&q)?, k: of(&k)? }),
-        None => {
-            let both: Vec<usize> = of(starts)?;
-            Ok(Lengths::Packed { q: both.clone(), k: both })
-        }
+        Some((q, k)) => Ok((of(&q)?, Some(of(&k)?))),
+        None => Ok((of(starts)?, None)),
     }
 }
 
@@ -274,7 +277,7 @@ fn axes(layout: Option<String>) -> PyResult<Axes> {
 }
 
 /// A list of numbers: a list, a tuple, or any array with `tolist`, on whatever device.
-fn list<'py, T>(name: &str, object: &Bound<'py, PyAny>, expected: &str) -> PyResult<Vec<T>>
+pub(crate) fn list<'py, T>(name: &str, object: &Bound<'py, PyAny>, expected: &str) -> PyResult<Vec<T>>
 where
     T: for<'a> FromPyObject<'a, 'py>,
 {

@@ -121,7 +121,7 @@ def test_sequences(rng):
         ({"v": None}, ValueError, "v is None, expected a codec"),
         ({"layers": "2"}, TypeError, "layers is '2', expected an integer"),
         ({"page_size": 1.5}, TypeError, "page_size is 1.5, expected an integer"),
-        ({"head_dim": -1}, ValueError, "head_dim is -1, expected no number below 0"),
+        ({"head_dim": -1}, ValueError, "head_dim is -1, expected 0 or more"),
         ({"page_size": 0}, ValueError, "page_size 0 is outside 1..=2147483647"),
         ({"layout": "rings"}, ValueError, "layout is 'rings', expected 'paged', 'contiguous' or 'ring'"),
     ],

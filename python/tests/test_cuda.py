@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from flashtile import KvCache, attention, kv_report  # noqa: E402
+from flashtile import KvCache, attention, attention_with_cache, kv_report  # noqa: E402
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -78,6 +78,45 @@ def test_out(qkv):
         attention(q, k, v, out=q)
     with pytest.raises(BufferError, match="out is on cpu, expected cuda:0"):
         attention(q, k, v, out=torch.empty(2, 4, 33, 32))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("paged", [False, True])
+@torch.no_grad()
+def test_caches_of_the_caller(dtype, layout, paged):
+    """Pages and slots, new tokens, padded queries: as on the CPU, in out, logsumexp and what is written."""
+    torch.manual_seed(7)
+    lens, rows = torch.tensor([9, 33, 0]), 16 if paged else 40
+    places = {"block_table": torch.randperm(12).reshape(3, 4)} if paged else {"cache_batch_idx": torch.tensor([3, 0, 2])}
+    caches = [torch.randn(12 if paged else 4, rows, 2, dim).to(dtype) for dim in (64, 32)]
+    caches = [x if layout == "bshd" else x.transpose(1, 2).contiguous() for x in caches]
+    q, k, v = (torch.randn(9, heads, dim).to(dtype) for heads, dim in ((4, 64), (2, 64), (2, 32)))
+    starts = torch.tensor([0, 1, 5, 9])
+    cases = [
+        {"k": k, "v": v, "cu_seqlens": starts, "cache_lens": lens},
+        {"cu_seqlens": starts, "cache_lens": lens + torch.tensor([1, 4, 4]), "window": (5, 0), "softcap": 3.0},
+        {"cu_seqlens": starts, "q_lens": [1, 2, 3], "cache_lens": [9, 33, 3], "sinks": [0.5, -1.0, 2.0, 0.0], "causal": False},
+        {"q_lens": [2, 3, 4], "cache_lens": [9, 33, 4], "mask": torch.rand(3, 1, 4, 33) < 0.6},
+    ]
+    on_gpu = [x.cuda() for x in caches]
+    for options in cases:
+        options = {"layout": layout, "return_lse": True, **places, **options}
+        device = attention_with_cache(q.cuda(), *on_gpu, **{name: on_device(x) for name, x in options.items()})
+        host = attention_with_cache(q, *caches, **options)
+        for got, want in zip((*device, *on_gpu), (*host, *caches)):
+            torch.testing.assert_close(got.cpu(), want, rtol=0, atol=2 * TOLERANCES[dtype], msg=lambda text: f"{options}: {text}")
+    kept = [x.clone() for x in on_gpu]
+    wrong = {"cache_lens": [60, 33, 0], "k": k.cuda(), "v": v.cuda(), "cu_seqlens": starts, "layout": layout, **places}
+    with pytest.raises(ValueError, match="sequence 0 keeps"):
+        attention_with_cache(q.cuda(), *on_gpu, **(wrong | {"cache_lens": [64, 33, 0]}))
+    with pytest.raises(TypeError, match="mask"):
+        attention_with_cache(q.cuda(), *on_gpu, **(wrong | {"cache_lens": [9, 33, 0], "mask": torch.ones(1, dtype=torch.int8).cuda()}))
+    with pytest.raises(ValueError, match="sinks has 1"):
+        attention_with_cache(q.cuda(), *on_gpu, **(wrong | {"cache_lens": [9, 33, 0], "sinks": [1.0]}))
+    with pytest.raises(BufferError, match="k_cache is on cpu, expected cuda:0"):
+        attention_with_cache(q.cuda(), caches[0], on_gpu[1], **wrong)
+    assert all(map(torch.equal, kept, on_gpu))
 
 
 def test_refusals(qkv):

@@ -345,7 +345,7 @@ def test_layouts_are_named(qkv):
             kv_report({"k": other, "v": v}, codecs=["int8"])
     with pytest.raises(TypeError, match=r"mask is a nested tensor: give .to_padded_tensor\(0\)"):
         attention(q, k, v, mask=jagged)
-    # What the refusal of a nested tensor says to do.
+    # The remedy of a nested tensor.
     nested = torch.nested.nested_tensor([x[:, :n].transpose(0, 1) for x, n in zip(k, (33, 4))], layout=torch.jagged)
     rows = torch.cat(nested.unbind())
     assert torch.equal(attention(rows, rows, rows, cu_seqlens=nested.offsets())[:33], attention(*[k[:1].transpose(1, 2)] * 3, layout="bshd")[0])

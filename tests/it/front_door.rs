@@ -154,7 +154,7 @@ fn one_error_for_all_refusals() {
     assert_eq!(view_error.to_string(), "view reaches 6561 elements, memory holds 64");
 }
 
-/// What [`Runner::prepare`] accepts runs; what it refuses is what a run refuses. It writes nothing.
+/// [`Runner::prepare`] refuses what a run refuses, and writes nothing.
 #[test]
 fn what_is_prepared_runs() {
     let pages = numbers(3 * 2 * 4 * 16, 5);

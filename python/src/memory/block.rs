@@ -1,6 +1,7 @@
 //! Memory as arrays and capsules describe it, checked: plain data, which needs no interpreter.
 
 use flashtile::Dtype;
+use flashtile::tensor::check_disjoint;
 use std::ops::Range;
 
 /// More axes than any array has: numpy stops at 64.
@@ -45,7 +46,7 @@ pub(crate) enum Axes {
 }
 
 impl Axes {
-    const fn names(self) -> &'static str {
+    pub(crate) const fn names(self) -> &'static str {
         match self {
             Self::Bhsd => "(batch, heads, seq, dim)",
             Self::Bshd => "(batch, seq, heads, dim)",
@@ -125,7 +126,14 @@ impl ArrayInterface<'_> {
 pub(crate) fn wrong_dtype(name: &str, got: &str) -> Refusal {
     let expected =
         if name == "mask" { "bool, float32, float16 or bfloat16" } else { "float32, float16 or bfloat16" };
-    Refusal::Type(format!("{name} is {got}, expected {expected}"))
+    let remedy = match got.starts_with("float8") {
+        true => {
+            ": bfloat16 holds every element of it, as .to(torch.bfloat16) or .astype(ml_dtypes.bfloat16) does; the scale of keys is a factor of \
+             the option scale, that of values one of out. KvCache(k=\"fp8\", v=\"fp8\") stores 8 bits, with a scale for each row"
+        }
+        false => "",
+    };
+    Refusal::Type(format!("{name} is {got}, expected {expected}{remedy}"))
 }
 
 /// Memory of an argument, which can be addressed.
@@ -246,9 +254,35 @@ impl Block {
         Ok((shape, strides))
     }
 
-    /// Number of axes.
-    pub(crate) fn rank(&self) -> usize {
-        self.shape.len()
+    /// Sizes of the axes.
+    pub(crate) fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Joins batch and rows to one axis: `(total, heads, dim)`, the batch entries one after another.
+    pub(crate) fn join_batch(&mut self, axes: Axes) -> Result<(), Refusal> {
+        let (name, shape) = (self.name, &self.shape);
+        let (Some([b, h, s, d]), Some([sb, sh, ss, sd])) =
+            (axes.logical(shape, 1), axes.logical(&self.strides, 0))
+        else {
+            return Err(Refusal::Value(format!("{name} has shape {shape:?}, expected {}", axes.names())));
+        };
+        let row = match (b, s) {
+            (_, 0 | 1) => sb,
+            (0 | 1, _) => ss,
+            _ if ss.checked_mul(s) == Some(sb) => ss,
+            _ => {
+                let what = format!(
+                    "{name} has shape {shape:?} and strides {:?}: a batch entry has to begin where the entry before it ends, \
+                     as in a dense (batch, seq, heads, dim) with layout='bshd', or in (total, heads, dim)",
+                    self.strides
+                );
+                return Err(Refusal::Buffer(what));
+            }
+        };
+        // Elements have addresses, so that rows are countable, unless there are none.
+        (self.shape, self.strides) = (vec![b.saturating_mul(s), h, d], vec![row, sh, sd]);
+        Ok(())
     }
 
     /// Refuses memory of another shape, or whose elements do not follow one another in the order of the axes.
@@ -300,6 +334,13 @@ impl Block {
             }
         }
         Ok(())
+    }
+
+    /// Refuses memory that a caller may not write to as a tensor: [`Block::check_exclusive`], and elements that lie in one place.
+    pub(crate) fn check_writable(&self, axes: Axes, others: &[&Self]) -> Result<(), Refusal> {
+        self.check_exclusive(others)?;
+        let (_, shape, strides) = self.logical(axes)?;
+        check_disjoint(shape, strides).map_err(|error| self.refuse(error))
     }
 
     pub(super) fn refuse(&self, error: flashtile::ViewError) -> Refusal {

@@ -125,10 +125,7 @@ impl Memory {
     /// The memory as a mask of one, two or four axes that work on the stream reads.
     pub(crate) fn device_mask(&self, on: OnDevice<'_>) -> PyResult<DeviceMask<'_>> {
         let (shape, strides) = self.block.mask_axes()?;
-        let kind = match self.block.kind {
-            Kind::Bool => MaskKind::Bool,
-            Kind::Element(dtype) => MaskKind::Additive(dtype),
-        };
+        let kind = self.mask_kind();
         let bytes = reach(shape, strides).map(|elements| elements.saturating_mul(kind.bytes()));
         let bytes = bytes.map_err(|error| self.block.refuse(error))?;
         let memory = self.borrow(on, ScalarType::U8, bytes)?;

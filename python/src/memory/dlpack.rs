@@ -116,6 +116,10 @@ impl DlTensor {
             (2, 16, 1) => Ok(Kind::Element(Dtype::F16)),
             (4, 16, 1) => Ok(Kind::Element(Dtype::BF16)),
             (6, 8, 1) => Ok(Kind::Bool),
+            (code @ 7..=13, 8, 1) => {
+                let formats = ["e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"];
+                Err(wrong_dtype(name, &format!("float8_{}", formats[usize::from(code) - 7])))
+            }
             (code, bits, lanes) => {
                 let base = match code {
                     0 => "int",

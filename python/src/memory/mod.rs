@@ -17,9 +17,9 @@ mod host;
 pub(crate) use block::{Axes, Block};
 pub(crate) use device::{DeviceList, DeviceMask, OnDevice};
 
-use block::{ArrayInterface, Refusal};
+use block::{ArrayInterface, Kind, Refusal, wrong_dtype};
 use dlpack::Managed;
-use flashtile::{MaskView, TensorView, TensorViewMut};
+use flashtile::{Dtype, MaskKind, MaskView, TensorView, TensorViewMut};
 use pyo3::exceptions::{PyAttributeError, PyBufferError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -261,9 +261,30 @@ impl Memory {
         Ok(unsafe { self.block.list(shape)? })
     }
 
-    /// Number of axes.
-    pub(crate) fn rank(&self) -> usize {
-        self.block.rank()
+    /// Sizes of the axes.
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.block.shape()
+    }
+
+    /// Type of the elements of a tensor.
+    pub(crate) fn dtype(&self) -> PyResult<Dtype> {
+        match self.block.kind {
+            Kind::Element(dtype) => Ok(dtype),
+            Kind::Bool => Err(wrong_dtype(self.block.name, "bool").into()),
+        }
+    }
+
+    /// Type of the elements of a mask.
+    pub(crate) const fn mask_kind(&self) -> MaskKind {
+        match self.block.kind {
+            Kind::Element(dtype) => MaskKind::Additive(dtype),
+            Kind::Bool => MaskKind::Bool,
+        }
+    }
+
+    /// The shape `[batch, heads, rows, dim]` of a tensor.
+    pub(crate) fn sizes(&self, axes: Axes) -> PyResult<[usize; 4]> {
+        Ok(self.block.logical(axes)?.1)
     }
 
     /// Dense memory as a list of f32 that is written.
@@ -309,7 +330,7 @@ impl<'py> Storage<'py> {
     }
 }
 
-fn blocks<'a>(of: &[&'a Memory]) -> Vec<&'a Block> {
+pub(crate) fn blocks<'a>(of: &[&'a Memory]) -> Vec<&'a Block> {
     of.iter().map(|memory| &memory.block).collect()
 }
 
