@@ -6,7 +6,7 @@ import numpy
 _ARRAYS = (numpy.ndarray, numpy.memmap, numpy.matrix, numpy.recarray)
 
 # Options that are numbers or lists of them.
-_NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens")
+_NUMBERS = ("scale", "softcap", "alibi_slopes", "sinks", "q_lens", "kv_lens", "cu_seqlens")
 
 _tensors = None
 

@@ -20,6 +20,7 @@ def attention(
     mask=None,
     alibi_slopes=None,
     sinks=None,
+    q_lens=None,
     kv_lens=None,
     cu_seqlens=None,
     layout="bhsd",
@@ -48,7 +49,9 @@ def attention(
             float32, float16 or bfloat16 it is added to the score, and `-inf` hides.
         alibi_slopes: a number for each query head: the bias of key `j` for a query at position `p` is `-slope * abs(p - j)`.
         sinks: a logit for each query head, which joins the denominator of the softmax.
-        kv_lens: keys of each batch entry; rows of k and v past them are never read.
+        q_lens: with `cu_seqlens`, queries of each sequence: the first of its rows. out is 0 at the others. Not with a mask.
+        kv_lens: keys of each batch entry, or with `cu_seqlens` of each sequence; rows of k and v past them are never read. With `cu_seqlens` not
+            with a mask.
         cu_seqlens: first row of each of many sequences that lie one after another, then the total; a pair of such lists where q and k
             differ. Tensors are `(total, heads, dim)` then, whatever the layout.
         layout: `"bhsd"`, or `"bshd"` for `(batch, seq, heads, dim)`; out has the same.
@@ -64,7 +67,7 @@ def attention(
         RuntimeError: where threads cannot start, the process was forked off one that has them, or a GPU, its driver or its compiler failed.
     """
     # In the order of `Options`, whose constructor takes a part of a small call.
-    options = (causal, window, q_offset, scale, softcap, mask, alibi_slopes, sinks, kv_lens, cu_seqlens, layout, return_lse, None)
+    options = (causal, window, q_offset, scale, softcap, mask, alibi_slopes, sinks, q_lens, kv_lens, cu_seqlens, layout, return_lse, None)
     if is_torch(q):
         global _torch
         # An import statement takes as long as a small problem, each time.

@@ -52,7 +52,7 @@ def _is_traced():
 def _check(named, options):
     """Refuses arguments that the operator would not take, or whose derivatives it would lose."""
     starts = options.cu_seqlens
-    lists = {"kv_lens": options.kv_lens} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
+    lists = {"q_lens": options.q_lens, "kv_lens": options.kv_lens} | {f"cu_seqlens[{i}]": x for i, x in enumerate(starts if isinstance(starts, tuple) else (starts,))}
     for name, x in (named | lists).items():
         (check if isinstance(x, Tensor) else check_numbers)(name, x)
     for name in ("scale", "softcap"):
@@ -97,6 +97,7 @@ def _operator(q, k, v, options):
         mask=_tensor(options.mask, None),
         alibi_slopes=_tensor(options.alibi_slopes, torch.float32),
         sinks=_tensor(options.sinks, torch.float32),
+        q_lens=_tensor(options.q_lens, torch.int64),
         kv_lens=_tensor(options.kv_lens, torch.int64),
         cu_seqlens_q=_tensor(cu_seqlens_q, torch.int64),
         cu_seqlens_k=_tensor(cu_seqlens_k, torch.int64),
@@ -124,6 +125,7 @@ def operator(
     mask: Optional[Tensor] = None,
     alibi_slopes: Optional[Tensor] = None,
     sinks: Optional[Tensor] = None,
+    q_lens: Optional[Tensor] = None,
     kv_lens: Optional[Tensor] = None,
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
@@ -148,6 +150,7 @@ def operator(
         mask=mask,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        q_lens=q_lens,
         kv_lens=kv_lens,
         cu_seqlens=None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
         layout=layout,
@@ -165,6 +168,7 @@ def _(
     mask=None,
     alibi_slopes=None,
     sinks=None,
+    q_lens=None,
     kv_lens=None,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
@@ -179,8 +183,8 @@ def _(
     layout="bhsd",
     return_lse=False,
 ):
-    lists = {"alibi_slopes": alibi_slopes, "sinks": sinks, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_devices({"q": q, "k": k, "v": v, "mask": mask, **lists})
+    lists = {"q_lens": q_lens, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_devices({"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, **lists})
     out = q.new_empty([*q.shape[:-1], v.shape[-1]])
     if not return_lse:
         return out, q.new_empty([0], dtype=torch.float32)

@@ -189,7 +189,7 @@ impl Step {
         let attention = options.attention()?;
         if !matches!(attention.sequences, SequencesRef::Dense) {
             return Err(PyValueError::new_err(
-                "kv_lens and cu_seqlens divide tensors into sequences: a step does that",
+                "q_lens, kv_lens and cu_seqlens divide tensors into sequences: a step does that",
             ));
         }
         let [batch, heads, tokens, _] = views.q.shape();

@@ -62,7 +62,7 @@ pub(crate) struct Options {
 }
 
 /// Names of the options, in the order of the tuple that holds them. The last is a pair: a CUDA device and a handle.
-pub(crate) const NAMES: [&str; 13] = [
+pub(crate) const NAMES: [&str; 14] = [
     "causal",
     "window",
     "q_offset",
@@ -71,6 +71,7 @@ pub(crate) const NAMES: [&str; 13] = [
     "mask",
     "alibi_slopes",
     "sinks",
+    "q_lens",
     "kv_lens",
     "cu_seqlens",
     "layout",
@@ -122,6 +123,7 @@ impl Options {
             mask,
             slopes,
             sinks,
+            q_lens,
             kv_lens,
             cu_seqlens,
             layout,
@@ -135,6 +137,11 @@ impl Options {
         let flag = |of: Option<Named<'_>>| of.map(|of| of.extract("True or False")).transpose();
         let number = |of: Option<Named<'_>>| of.map(|of| of.extract("a number")).transpose();
         let pair = |of: Named<'_>| of.extract("two integers, (left, right)");
+        if mask.is_some() && (q_lens.is_some() || kv_lens.is_some() && cu_seqlens.is_some()) {
+            return Err(PyValueError::new_err(
+                "a mask was given with q_lens or kv_lens of packed sequences, which the mask can hide by itself",
+            ));
+        }
         Ok(Self {
             causal: flag(causal)?.unwrap_or_default(),
             window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
@@ -145,7 +152,7 @@ impl Options {
             mask: mask.map(|of| Memory::on(stream, of.name, &of.value)).transpose()?,
             alibi_slopes: numbers(slopes)?,
             sinks: numbers(sinks)?,
-            lengths: lengths(kv_lens, cu_seqlens)?,
+            lengths: lengths(q_lens, kv_lens, cu_seqlens)?,
             layout: axes(layout.map(|of| of.extract::<String>("a name")).transpose()?)?,
             lse: flag(lse)?.unwrap_or_default(),
             stream,
@@ -209,22 +216,80 @@ impl Options {
     }
 }
 
-fn lengths(kv_lens: Option<Named<'_>>, cu_seqlens: Option<Named<'_>>) -> PyResult<Lengths> {
-    match (kv_lens, cu_seqlens) {
-        (Some(_), Some(_)) => {
-            Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"))
+fn lengths(
+    q_lens: Option<Named<'_>>,
+    kv_lens: Option<Named<'_>>,
+    cu_seqlens: Option<Named<'_>>,
+) -> PyResult<Lengths> {
+    let of = |of: Named<'_>| list(of.name, &of.value, "a length for each batch entry or sequence");
+    let (q_lens, kv_lens) = (q_lens.map(of).transpose()?, kv_lens.map(of).transpose()?);
+    match (q_lens, kv_lens, cu_seqlens) {
+        (None, None, None) => Ok(Lengths::Dense),
+        (None, Some(kv_lens), None) => Ok(Lengths::Padded(kv_lens)),
+        (Some(_), _, None) => Err(PyValueError::new_err(
+            "q_lens were given without cu_seqlens, which say where the sequences begin; attention_with_cache takes q with an axis for the batch",
+        )),
+        (q_lens, kv_lens, Some(starts)) => {
+            let (q, k) = packed(&starts.value)?;
+            used_rows(q, k, q_lens, kv_lens)
         }
-        (Some(lens), None) => {
-            Ok(Lengths::Padded(list(lens.name, &lens.value, "a length for each batch entry")?))
-        }
-        (None, Some(starts)) => packed(&starts.value),
-        (None, None) => Ok(Lengths::Dense),
     }
 }
 
-fn packed(starts: &Bound<'_, PyAny>) -> PyResult<Lengths> {
+/// Packed sequences of which the first rows are used. Rows after them are sequences too: queries without keys, whose result is 0, and keys
+/// without queries.
+fn used_rows(
+    q: Vec<usize>,
+    k: Vec<usize>,
+    q_lens: Option<Vec<usize>>,
+    kv_lens: Option<Vec<usize>>,
+) -> PyResult<Lengths> {
+    if q_lens.is_none() && kv_lens.is_none() {
+        return Ok(Lengths::Packed { q, k });
+    }
+    let (q_ends, k_ends) = (used_ends("q_lens", &q, q_lens)?, used_ends("kv_lens", &k, kv_lens)?);
+    let (Some(&first_q), Some(&first_k), true) = (q.first(), k.first(), q.len() == k.len()) else {
+        // The description refuses them.
+        return Ok(Lengths::Packed { q, k });
+    };
+    let (mut starts_q, mut starts_k) = (vec![first_q], vec![first_k]);
+    for (at, (q_end, k_end)) in q_ends.into_iter().zip(k_ends).enumerate() {
+        let (next_q, next_k) = (q[at + 1], k[at + 1]);
+        let mut end = |of_q, of_k| {
+            starts_q.push(of_q);
+            starts_k.push(of_k);
+        };
+        end(q_end, k_end);
+        if q_end < next_q {
+            end(next_q, k_end);
+        }
+        if k_end < next_k {
+            end(next_q, next_k);
+        }
+    }
+    Ok(Lengths::Packed { q: starts_q, k: starts_k })
+}
+
+/// The ends of the rows that are used, of sequences that begin at these rows; all rows where there are no lengths.
+fn used_ends(name: &str, starts: &[usize], lens: Option<Vec<usize>>) -> PyResult<Vec<usize>> {
+    let Some(lens) = lens else { return Ok(starts.iter().skip(1).copied().collect()) };
+    let end = |(at, len): (usize, &usize)| {
+        starts[at].checked_add(*len).filter(|end| starts.get(at + 1).is_some_and(|next| end <= next))
+    };
+    let fits = lens.len() + 1 == starts.len();
+    let ends = fits.then(|| lens.iter().enumerate().map(end).collect::<Option<_>>()).flatten();
+    ends.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "{name} is {lens:?}, expected a number for each sequence, at most its rows by cu_seqlens, {starts:?}"
+        ))
+    })
+}
+
+/// The lists of `cu_seqlens` for queries and keys.
+fn packed(starts: &Bound<'_, PyAny>) -> PyResult<(Vec<usize>, Vec<usize>)> {
     let (q, k) = cumulative(starts)?;
-    Ok(Lengths::Packed { k: k.unwrap_or_else(|| q.clone()), q })
+    let k = k.unwrap_or_else(|| q.clone());
+    Ok((q, k))
 }
 
 /// The list of `cu_seqlens`, or the pair of them.

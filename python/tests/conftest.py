@@ -19,7 +19,7 @@ def reference(q, k, v, *, visible=None, bias=None, scale=None, softcap=None, sin
     if sinks is not None:
         column = numpy.asarray(sinks, numpy.float64)[None, :, None, None]
         scores = numpy.concatenate([scores, numpy.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
-    top = scores.max(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True, initial=-numpy.inf)
     exp = numpy.exp(scores - numpy.where(numpy.isfinite(top), top, 0))
     total = exp.sum(axis=-1, keepdims=True)
     with numpy.errstate(divide="ignore", invalid="ignore"):

@@ -264,7 +264,7 @@ def test_errors_of_options(rng):
     refused(ValueError, "scale", q, k, v, scale=float("nan"))
     refused(TypeError, "scale is 'x', expected a number", q, k, v, scale="x")
     refused(ValueError, "sinks has 3 elements, expected 4", q, k, v, sinks=[0, 0, 0])
-    refused(ValueError, "kv_lens and cu_seqlens", q, k, v, kv_lens=[1, 1], cu_seqlens=[0, 3])
+    refused(ValueError, "q has shape", q, k, v, kv_lens=[1, 1], cu_seqlens=[0, 3, 5])
     refused(ValueError, "mask has shape", q, k, v, mask=numpy.ones((3, 4), bool))
     refused(ValueError, r"mask has shape \[1, 3, 5\], expected \(keys,\), \(queries, keys\) or", q, k, v, mask=numpy.ones((1, 3, 5), bool))
     refused(TypeError, "mask is int64, expected bool, float32", q, k, v, mask=numpy.ones((3, 5), int))

@@ -398,6 +398,20 @@ def test_fake_tensors_are_not_memory(qkv):
         step.attend(0, *(x[0].transpose(0, 1) for x in fake))
 
 
+def test_lengths_are_compiled(qkv):
+    """Lengths of packed sequences reach the operator as lists and as tensors."""
+    packed = [x[0].transpose(0, 1) for x in qkv]
+
+    def layer(x, lens):
+        return attention(x, *packed[1:], cu_seqlens=([0, 10, 33], [0, 20, 33]), q_lens=lens, kv_lens=[9, 13]) + 1
+
+    lens = torch.tensor([3, 20])
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(packed[0], lens), layer(packed[0], [3, 20])) and (layer(packed[0], lens)[3:10] == 1).all()
+    with pytest.raises(TypeError, match="q_lens is a nested tensor"):
+        layer(packed[0], torch.nested.nested_tensor([torch.ones(1), torch.ones(1)], layout=torch.jagged))
+
+
 def test_opcheck(qkv):
     """The fake of the operator gives shapes, strides and dtypes of the real one, for every layout."""
     packed = [x[0].transpose(0, 1) for x in qkv]
@@ -407,6 +421,7 @@ def test_opcheck(qkv):
         (qkv, {"causal": True, "left": 5, "return_lse": True, "softcap": 2.0, "sinks": torch.zeros(4)}),
         ([x.transpose(1, 2) for x in qkv], {"layout": "bshd", "return_lse": True}),
         (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "return_lse": True}),
+        (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "q_lens": torch.tensor([3, 20]), "kv_lens": torch.tensor([9, 23])}),
         ([qkv[0], qkv[1], qkv[2][..., :16]], {"mask": torch.ones(33, 33, dtype=torch.bool)}),
     ]
     for tensors, options in cases:

@@ -150,6 +150,38 @@ def test_lengths_on_both_sides(rng, paged, packed):
         assert not out[end : starts[s + 1]].any() and (lse[:, end : starts[s + 1]] == -numpy.inf).all()
 
 
+def test_packed_keys_with_lengths(rng):
+    """`seqused_q` and `seqused_k` of packed queries and keys, by `attention`: rows past them are neither read nor anything but 0."""
+    rows, used = ([4, 6, 3, 2], [9, 12, 5, 4]), ([4, 1, 0, 2], [7, 12, 5, 0])
+    (starts_q, starts_k) = (numpy.cumsum([0, *n]) for n in rows)
+    q, k, v = normal(rng, starts_q[-1], 4, DIM), normal(rng, starts_k[-1], 2, DIM), normal(rng, starts_k[-1], 2, VALUE_DIM)
+    for s in range(4):
+        q[starts_q[s] + used[0][s] : starts_q[s + 1]] = numpy.nan
+        k[starts_k[s] + used[1][s] : starts_k[s + 1]] = numpy.nan
+    options = {"cu_seqlens": (starts_q, starts_k), "causal": True, "q_offset": "bottom_right", "return_lse": True}
+    out, lse = attention(q, k, v, q_lens=used[0], kv_lens=used[1], **options)
+    for s in range(4):
+        at, end, of_k = starts_q[s], starts_q[s] + used[0][s], slice(starts_k[s], starts_k[s] + used[1][s])
+        want, want_lse = expected(q[at:end], k[of_k], v[of_k])
+        close(out[at:end], want)
+        close(lse[:, at:end], want_lse)
+        assert not out[end : starts_q[s + 1]].any() and (lse[:, end : starts_q[s + 1]] == -numpy.inf).all()
+    # One side alone, and lengths that are all rows.
+    q, k = numpy.nan_to_num(q), numpy.nan_to_num(k)
+    assert numpy.array_equal(attention(q, k, v, kv_lens=rows[1], **options)[0], attention(q, k, v, **options)[0])
+    only_k = attention(q, k, v, kv_lens=used[1], **options)[0]
+    close(only_k[:4], expected(q[:4], k[:7], v[:7])[0])
+    for given, text in (
+        ({"q_lens": [5, 1, 1, 1]}, "q_lens is .5, 1, 1, 1., expected a number for each sequence, at most its rows"),
+        ({"kv_lens": [1, 1]}, "kv_lens is .1, 1., expected a number for each sequence"),
+        ({"kv_lens": [1, 1, 1, 1], "mask": numpy.ones((1, 1), bool)}, "a mask was given with q_lens or kv_lens of packed sequences"),
+        ({"q_lens": [1, 1], "cu_seqlens": ([0, 4, 15], [])}, "cu_seqlens"),
+        ({"q_lens": [1, 1], "cu_seqlens": None}, "q_lens were given without cu_seqlens"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            attention(q, k, v, **(options | given))
+
+
 def test_new_tokens_of_packed_sequences(rng):
     """Chunks of prompts and tokens of decoding in one call, and new tokens that are more than the queries."""
     lens, new_lens, q_lens = [9, 0, 16], [1, 12, 3], [1, 5, 3]
@@ -319,7 +351,7 @@ def test_float8_is_refused_with_its_remedy(rng, kind):
         codes = [x.astype(ml_dtypes.float8_e4m3fn) for x in (k, v)]
         wide = [x.astype(ml_dtypes.bfloat16) for x in codes]
         q = q.astype(ml_dtypes.bfloat16)
-    with pytest.raises(TypeError, match="k_cache is float8_e4m3fn, expected .*: bfloat16 holds every element .*scale"):
+    with pytest.raises(TypeError, match="k_cache is float8_e4m3fn, expected .*: convert it by .*bfloat16.* multiply the option scale by the scale of the keys"):
         attention_with_cache(q, *codes, layout="bshd")
     # The remedy: no element changes, the scale of the keys is one of the scores, and the scale of the values one of the result.
     out = attention_with_cache(q, *wide, scale=DIM**-0.5 * 0.5, layout="bshd")

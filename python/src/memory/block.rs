@@ -128,8 +128,8 @@ pub(crate) fn wrong_dtype(name: &str, got: &str) -> Refusal {
         if name == "mask" { "bool, float32, float16 or bfloat16" } else { "float32, float16 or bfloat16" };
     let remedy = match got.starts_with("float8") {
         true => {
-            ": bfloat16 holds every element of it, as .to(torch.bfloat16) or .astype(ml_dtypes.bfloat16) does; the scale of keys is a factor of \
-             the option scale, that of values one of out. KvCache(k=\"fp8\", v=\"fp8\") stores 8 bits, with a scale for each row"
+            ": convert it by .to(torch.bfloat16) or .astype(ml_dtypes.bfloat16), which is exact, and multiply the option scale by the \
+             scale of the keys and the result by that of the values. KvCache(k=\"fp8\", v=\"fp8\") stores rows of 8 bits with a scale each"
         }
         false => "",
     };
