@@ -135,17 +135,11 @@ def _rows_of_lists(indptr, indices):
 
 
 def _writer(pairs, layout):
-    """A function that writes new tokens to pages and rows of caches, for pairs `(cache, tokens)`."""
-    for (cache, new), name in zip(pairs, "kv"):
-        if is_torch(cache) != is_torch(new):
-            raise TypeError(f"{name} is a {type(new).__name__} and {name}_cache a {type(cache).__name__}, expected both of one kind")
-        if is_torch(cache) and cache.is_inference() and not tensors().torch.is_inference_mode_enabled():
-            raise ValueError(f"{name}_cache was made under torch.inference_mode(), which allows writes there alone: call it there, or clone it")
+    """A function that writes new tokens to pages and rows of caches, for pairs `(cache, tokens)`. It cannot fail once the extension module calls it."""
+    pairs = [(_writable(f"{name}_cache", cache, new), _array(new)) for name, (cache, new) in zip("kv", pairs)]
 
     def write(pages, rows):
         for cache, new in pairs:
-            if not is_torch(cache):
-                cache, new = (x if isinstance(x, numpy.ndarray) else numpy.from_dlpack(x) for x in (cache, new))
             if layout == "bhsd":
                 cache = cache.swapaxes(1, 2)
                 new = new.swapaxes(1, 2) if new.ndim == 4 else new
@@ -155,6 +149,26 @@ def _writer(pairs, layout):
             cache[at[0], at[1]] = new
 
     return write
+
+
+def _array(x):
+    """x as a tensor of PyTorch, or as an array over its memory. What is neither is left for the extension module to refuse."""
+    is_foreign = not is_torch(x) and not isinstance(x, numpy.ndarray) and hasattr(x, "__dlpack__")
+    return numpy.from_dlpack(x) if is_foreign else x
+
+
+def _writable(name, cache, new):
+    """`_array` of a cache, which takes elements of the kind of the new ones."""
+    if is_torch(cache) != is_torch(new):
+        raise TypeError(f"{name[0]} is a {type(new).__name__} and {name} a {type(cache).__name__}, expected both of one kind")
+    if is_torch(cache):
+        if cache.is_inference() and not tensors().torch.is_inference_mode_enabled():
+            raise ValueError(f"{name} was made under torch.inference_mode(), which allows writes there alone: call it there, or clone it")
+        return cache
+    array = _array(cache)
+    if isinstance(array, numpy.ndarray) and not array.flags.writeable:
+        raise BufferError(f"{name} is read-only")
+    return array
 
 
 def _batch_first(lse):

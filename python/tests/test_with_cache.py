@@ -9,6 +9,7 @@ import numpy
 import pytest
 from conftest import reference
 from flashtile import attention, attention_with_cache
+from test_attention import Dlpack
 
 # bfloat16 is a dtype of ml_dtypes. All other tests need numpy alone.
 DTYPES = [numpy.dtype("float32"), numpy.dtype("float16")]
@@ -341,6 +342,23 @@ def test_tensors_of_pytorch(rng):
         attention_with_cache(q, caches[0].clone().requires_grad_(), caches[1], **options)
     with pytest.raises(TypeError, match="k is a ndarray and k_cache a Tensor, expected both of one kind"):
         attention_with_cache(q, *caches, k=arrays["k"], v=arrays["v"], **options)
+
+
+def test_caches_of_other_libraries(rng):
+    """DLPack that says that it may be written is written; DLPack that cannot say so is refused."""
+    cache, other = (Cache(numpy.random.default_rng(7), [9, 33], paged=True) for _ in range(2))
+    q, k, v = normal(rng, 2, 4, DIM), normal(rng, 2, 2, DIM), normal(rng, 2, 2, VALUE_DIM)
+    options = {"cache_lens": [9, 33], "layout": "bshd", **cache.places}
+    want = attention_with_cache(q, cache.k_cache, cache.v_cache, k=k, v=v, **options)
+    of = [Dlpack(x) for x in (q, other.k_cache, other.v_cache, k, v)]
+    kept = other.k_cache.copy()
+    with pytest.raises(BufferError, match="v_cache is read-only"):
+        attention_with_cache(*of[:2], Dlpack(other.v_cache, versions=False), k=of[3], v=of[4], **options)
+    with pytest.raises(TypeError, match="k_cache is a list"):
+        attention_with_cache(q, [[1.0]], other.v_cache, k=k, v=v, **options)
+    assert numpy.array_equal(other.k_cache, kept, equal_nan=True)
+    assert numpy.array_equal(attention_with_cache(*of[:3], k=of[3], v=of[4], **options), want)
+    assert numpy.array_equal(other.k_cache, cache.k_cache, equal_nan=True) and numpy.array_equal(other.v_cache, cache.v_cache, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
