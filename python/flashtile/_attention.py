@@ -47,7 +47,8 @@ def attention(
         softcap: `c` of `softcap(x) = c * tanh(x / c)`; None and 0 are off.
         mask: `(keys,)`, `(queries, keys)` or `(batch, heads, queries, keys)`; axes of size or stride 0 or 1 are broadcast. Of bool, True is visible; of
             float32, float16 or bfloat16 it is added to the score, and `-inf` hides.
-        alibi_slopes: a number for each query head: the bias of key `j` for a query at position `p` is `-slope * abs(p - j)`.
+        alibi_slopes: a number for each query head, or `(batch, q_heads)`, of packed sequences `(sequences, q_heads)`: the bias of key `j` for a
+            query at position `p` is `-slope * abs(p - j)`. Slopes of either sign.
         sinks: a logit for each query head, which joins the denominator of the softmax.
         q_lens: with `cu_seqlens`, queries of each sequence: the first of its rows. out is 0 at the others. Not with a mask.
         kv_lens: keys of each batch entry, or with `cu_seqlens` of each sequence; rows of k and v past them are never read. With `cu_seqlens` not

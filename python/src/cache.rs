@@ -193,6 +193,9 @@ impl Step {
             ));
         }
         let [batch, heads, tokens, _] = views.q.shape();
+        if options.has_slopes() {
+            options.check_slopes_of(self.lens(py)?.len(), heads, false)?;
+        }
         let shape = [batch, heads, tokens, views.v.shape()[3]];
         let mut made = Made::new(out, &options, Shapes::of(axes, shape), make)?;
         let mut others = vec![&q, &k, &v];

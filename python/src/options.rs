@@ -11,33 +11,63 @@ use pyo3::types::PyTuple;
 enum Lengths {
     Dense,
     Padded(Vec<usize>),
-    Packed { q: Vec<usize>, k: Vec<usize> },
+    Packed(Packed),
 }
 
-/// A number for each query head.
+/// Packed sequences.
+struct Packed {
+    q: Vec<usize>,
+    k: Vec<usize>,
+    /// True if unused rows behind the sequences of the caller are sequences too.
+    has_unused: bool,
+}
+
+/// A number for each query head, or for each query head of each sequence.
 pub(crate) enum Numbers {
-    Host(Vec<f32>),
+    Host { list: Vec<f32>, shape: Vec<usize> },
     Device(Memory),
 }
 
 impl Numbers {
     fn of(name: &'static str, object: &Bound<'_, PyAny>, stream: Option<Stream>) -> PyResult<Self> {
         match stream {
-            None => Ok(Self::Host(list(name, object, "a number for each query head")?)),
+            None => {
+                let numbers = listed(object)?;
+                if let Ok(list) = numbers.extract::<Vec<f32>>() {
+                    return Ok(Self::Host { shape: vec![list.len()], list });
+                }
+                let expected = match name {
+                    "sinks" => "a number for each query head",
+                    _ => "a number for each query head, or a list of them for each sequence",
+                };
+                let rows: Vec<Vec<f32>> = list(name, &numbers, expected)?;
+                let heads = rows.first().map_or(0, Vec::len);
+                if name == "sinks" || rows.iter().any(|row| row.len() != heads) {
+                    return Err(wrong(name, object, expected));
+                }
+                Ok(Self::Host { shape: vec![rows.len(), heads], list: rows.concat() })
+            }
             Some(_) => Ok(Self::Device(Memory::on(stream, name, object)?)),
         }
     }
 
     fn host(&self) -> Option<&[f32]> {
         match self {
-            Self::Host(numbers) => Some(numbers),
+            Self::Host { list, .. } => Some(list),
             Self::Device(_) => None,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Host { shape, .. } => shape,
+            Self::Device(memory) => memory.shape(),
         }
     }
 
     fn device(&self, on: OnDevice<'_>) -> PyResult<Option<DeviceList<'_>>> {
         match self {
-            Self::Host(_) => Ok(None),
+            Self::Host { .. } => Ok(None),
             Self::Device(memory) => memory.device_list(on).map(Some),
         }
     }
@@ -159,10 +189,41 @@ impl Options {
         })
     }
 
+    /// Refuses ALiBi slopes of another shape than `[heads]` and `[sequences, heads]`: of a call over a batch, or of packed sequences.
+    pub(crate) fn check_slopes(&self, batch: usize, heads: usize) -> PyResult<()> {
+        match &self.lengths {
+            Lengths::Dense | Lengths::Padded(_) => self.check_slopes_of(batch, heads, false),
+            Lengths::Packed(Packed { q, has_unused, .. }) => {
+                self.check_slopes_of(q.len().saturating_sub(1), heads, *has_unused)
+            }
+        }
+    }
+
+    pub(crate) const fn has_slopes(&self) -> bool {
+        self.alibi_slopes.is_some()
+    }
+
+    /// [`Options::check_slopes`], of a number of sequences.
+    pub(crate) fn check_slopes_of(&self, sequences: usize, heads: usize, has_unused: bool) -> PyResult<()> {
+        let Some(slopes) = &self.alibi_slopes else { return Ok(()) };
+        let shape = slopes.shape();
+        if shape.len() == 2 && has_unused {
+            return Err(PyValueError::new_err(
+                "alibi_slopes are of each sequence, whose rows q_lens or kv_lens leave unused: give rows without padding",
+            ));
+        }
+        if shape != [heads] && shape != [sequences, heads] {
+            return Err(PyValueError::new_err(format!(
+                "alibi_slopes has shape {shape:?}, expected [{heads}], or [{sequences}, {heads}] for slopes of each sequence"
+            )));
+        }
+        Ok(())
+    }
+
     /// Axes of q, k, v and out.
     pub(crate) const fn axes(&self) -> Axes {
         match self.lengths {
-            Lengths::Packed { .. } => Axes::Packed,
+            Lengths::Packed(_) => Axes::Packed,
             Lengths::Dense | Lengths::Padded(_) => self.layout,
         }
     }
@@ -191,7 +252,7 @@ impl Options {
         desc.sequences = match &self.lengths {
             Lengths::Dense => Sequences::Dense,
             Lengths::Padded(kv_lens) => Sequences::Padded { kv_lens: kv_lens.clone() },
-            Lengths::Packed { q, k } => {
+            Lengths::Packed(Packed { q, k, .. }) => {
                 Sequences::Packed { cu_seqlens_q: q.clone(), cu_seqlens_k: k.clone() }
             }
         };
@@ -210,7 +271,7 @@ impl Options {
         attention.sequences = match &self.lengths {
             Lengths::Dense => SequencesRef::Dense,
             Lengths::Padded(kv_lens) => SequencesRef::Padded { kv_lens },
-            Lengths::Packed { q, k } => SequencesRef::Packed { cu_seqlens_q: q, cu_seqlens_k: k },
+            Lengths::Packed(Packed { q, k, .. }) => SequencesRef::Packed { cu_seqlens_q: q, cu_seqlens_k: k },
         };
         Ok(attention)
     }
@@ -245,12 +306,12 @@ fn used_rows(
     kv_lens: Option<Vec<usize>>,
 ) -> PyResult<Lengths> {
     if q_lens.is_none() && kv_lens.is_none() {
-        return Ok(Lengths::Packed { q, k });
+        return Ok(Lengths::Packed(Packed { q, k, has_unused: false }));
     }
     let (q_ends, k_ends) = (used_ends("q_lens", &q, q_lens)?, used_ends("kv_lens", &k, kv_lens)?);
     let (Some(&first_q), Some(&first_k), true) = (q.first(), k.first(), q.len() == k.len()) else {
         // The description refuses them.
-        return Ok(Lengths::Packed { q, k });
+        return Ok(Lengths::Packed(Packed { q, k, has_unused: false }));
     };
     let (mut starts_q, mut starts_k) = (vec![first_q], vec![first_k]);
     for (at, (q_end, k_end)) in q_ends.into_iter().zip(k_ends).enumerate() {
@@ -267,7 +328,8 @@ fn used_rows(
             end(next_q, next_k);
         }
     }
-    Ok(Lengths::Packed { q: starts_q, k: starts_k })
+    let has_unused = starts_q.len() > q.len();
+    Ok(Lengths::Packed(Packed { q: starts_q, k: starts_k, has_unused }))
 }
 
 /// The ends of the rows that are used, of sequences that begin at these rows; all rows where there are no lengths.
@@ -341,16 +403,20 @@ fn axes(layout: Option<String>) -> PyResult<Axes> {
     }
 }
 
+/// The list of an array, whatever its device; anything else as it is.
+fn listed<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    match object.getattr_opt(intern!(object.py(), "tolist"))? {
+        Some(tolist) => tolist.call0(),
+        None => Ok(object.clone()),
+    }
+}
+
 /// A list of numbers: a list, a tuple, or any array with `tolist`, on whatever device.
 pub(crate) fn list<'py, T>(name: &str, object: &Bound<'py, PyAny>, expected: &str) -> PyResult<Vec<T>>
 where
     T: for<'a> FromPyObject<'a, 'py>,
 {
-    let listed = match object.getattr_opt(intern!(object.py(), "tolist"))? {
-        Some(tolist) => tolist.call0()?,
-        None => object.clone(),
-    };
-    listed.extract().map_err(|_| {
+    listed(object)?.extract().map_err(|_| {
         let got = object.repr().map(|text| text.to_string()).unwrap_or_default();
         PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
     })

@@ -54,6 +54,7 @@ def test_every_option_as_on_the_cpu(qkv):
         (qkv, {"mask": bias, "scale": 0.3}),
         (qkv, {"mask": bias.to(torch.bfloat16)}),
         (qkv, {"sinks": [0.5, -1.0, 2.0, 0.0], "alibi_slopes": [0.1, 0.2, 0.3, 0.4], "return_lse": True}),
+        (qkv, {"alibi_slopes": torch.tensor([[0.1, 0.2, 0.3, 0.4], [-0.1, 0.2, -0.3, 0.5]])}),
         (qkv, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16)}),
         (qkv, {"kv_lens": torch.tensor([33, 5]), "causal": True, "q_offset": "top_left"}),
         ([qkv[0][:, :, :4], *qkv[1:]], {"causal": True, "q_offset": "bottom_right"}),

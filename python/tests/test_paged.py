@@ -5,7 +5,7 @@ import importlib.util
 import numpy
 import pytest
 from conftest import reference
-from flashtile import attention, attention_with_cache, merge
+from flashtile import KvCache, attention, attention_with_cache, merge
 
 # bfloat16 is a dtype of ml_dtypes. All other tests need numpy alone.
 DTYPES = [numpy.dtype("float32")]
@@ -105,6 +105,57 @@ def test_masks_and_slopes_of_sequences(rng):
         p, j = numpy.arange(q_lens[s])[:, None] + lens[s] - q_lens[s], numpy.arange(lens[s])[None, :]
         want, _ = pages.expected(s, q[at], visible=mask[s, 0, : q_lens[s], : lens[s]], bias=-slopes[None, :, None, None] * abs(p - j))
         close(out[at], want)
+
+
+def test_slopes_of_each_sequence(rng):
+    """Slopes of either sign for each query head of each sequence: over pages, of a batch, packed, and in steps of a cache."""
+    lens, q_lens = [11, 20], [4, 2]
+    pages, q = Pages(rng, lens, 4, 2, 64, "bshd"), normal(rng, 6, 4, 64)
+    slopes = normal(rng, 2, 4)
+    given = {"numpy": slopes, "lists": slopes.tolist()}
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        given["torch"] = torch.from_numpy(slopes)
+    k, v = (numpy.concatenate([tokens[:, side] for tokens in pages.tokens]) for side in (0, 1))
+    starts = (numpy.cumsum([0, *q_lens]), numpy.cumsum([0, *lens]))
+    options = {"causal": True, "q_offset": "bottom_right"}
+    for alibi in given.values():
+        out = pages.attention(q, q_lens=q_lens, alibi_slopes=alibi)
+        packed = attention(q, k, v, cu_seqlens=starts, alibi_slopes=alibi, **options)
+        for s, at in enumerate([slice(0, 4), slice(4, 6)]):
+            distance = abs(numpy.arange(q_lens[s])[:, None] + lens[s] - q_lens[s] - numpy.arange(lens[s])[None, :])
+            want, _ = pages.expected(s, q[at], visible=ends(q_lens[s], lens[s]), bias=-slopes[s][None, :, None, None] * distance)
+            close(out[at], want)
+            close(packed[at], want)
+        # A batch, of which each entry is a call of its own.
+        of = [x[:22].reshape(2, 11, 2, 64) for x in (k, v)]
+        whole = attention(q.reshape(2, 3, 4, 64), *of, alibi_slopes=alibi, layout="bshd", **options)
+        parts = [attention(q[3 * s : 3 * s + 3][None], *(x[s : s + 1] for x in of), alibi_slopes=slopes[s], layout="bshd", **options) for s in range(2)]
+        assert numpy.array_equal(whole, numpy.concatenate(parts))
+    cache = KvCache(layers=1, kv_heads=2, head_dim=64, k="f32", v="f32")
+    a, b = cache.create(), cache.create()
+    rows = [pages.tokens[s][:, side] for side in (0, 1) for s in range(2)]
+    with cache.step([(a, 11), (b, 20)]) as step:
+        queries = normal(rng, 31, 4, 64)
+        got = step.attend(0, queries, numpy.concatenate(rows[:2]), numpy.concatenate(rows[2:]), alibi_slopes=slopes)
+        with pytest.raises(ValueError, match=r"alibi_slopes has shape \[4, 2\], expected \[4\], or \[2, 4\] for slopes of each sequence"):
+            step.attend(0, queries, k, v, alibi_slopes=slopes.T)
+    assert numpy.array_equal(got, attention(queries, k, v, cu_seqlens=starts[1], alibi_slopes=slopes, causal=True))
+    for wrong, error, text in (
+        (slopes.T, ValueError, r"alibi_slopes has shape \[4, 2\], expected \[4\], or \[2, 4\]"),
+        (slopes.ravel(), ValueError, r"alibi_slopes has shape \[8\], expected \[4\], or \[2, 4\]"),
+        (slopes[None], TypeError, "expected a number for each query head, or a list of them for each sequence"),
+        ([[0.5], [0.5, 1.0]], TypeError, "expected a number for each query head, or a list of them for each sequence"),
+    ):
+        with pytest.raises(error, match=text):
+            pages.attention(q, q_lens=q_lens, alibi_slopes=wrong)
+        with pytest.raises(error, match=text):
+            attention(q, k, v, cu_seqlens=starts, alibi_slopes=wrong, **options)
+    with pytest.raises(ValueError, match="alibi_slopes are of each sequence, whose rows q_lens or kv_lens leave unused"):
+        attention(q, k, v, cu_seqlens=starts, q_lens=[3, 2], alibi_slopes=slopes, **options)
+    with pytest.raises(TypeError, match="(?s)sinks is .*, expected a number for each query head$"):
+        attention(q, k, v, cu_seqlens=starts, sinks=slopes, **options)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"], ids=["NHD", "HND"])
