@@ -36,7 +36,7 @@ KEYWORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,19}")
 MAX_PACKAGE = 1 << 20
 
 # Users depend on these crates, or install them: each is compiled alone, with its default features.
-NAMED_BY_USERS = ["flashtile-kernel", "flashtile", "flashtile-cli"]
+NAMED_BY_USERS = ["flashtile-kernel", "flashtile", "flashtile-c", "flashtile-cli"]
 
 # The workspace of flashtile-candle.
 CANDLE = "crates/candle"

@@ -294,28 +294,37 @@ def judged(lines):
     return f"{passed} passed" + (f", {len(for_a_device)} skipped parts that need a CUDA device or other instructions" if for_a_device else "")
 
 
+WORKSPACE = ("--workspace", "--all-features")
+
 # A process compiles one CUDA kernel at a time, so that its tests leave a core free: programs run two at a time, those with most kernels,
 # then those with most simulated threads first.
 LANES = 2
 LONGEST = ["flashtile_cuda", "kernels"]
 
 
-def test_programs(*args):
-    """Builds tests and examples, of which `serve` is a test too. Names of the programs, commands that run them, and the folders where they
-    run."""
+@functools.cache
+def test_artifacts(*args):
+    """Builds tests, and whatever cargo builds with them: its messages about what it has made."""
     command = ["cargo", "test", "--locked", "--no-run", "--message-format=json-render-diagnostics", *args]
     say(*command)
     process = start(command, test_environment(), stdout=subprocess.PIPE)
+    made = [message for message in map(json.loads, process.stdout) if message["reason"] == "compiler-artifact"]
+    if process.wait() != 0:
+        raise Failed(f"exit status {process.returncode}: tests do not compile")
+    return made
+
+
+def test_programs(*args):
+    """Builds tests and examples, of which `serve` is a test too. Names of the programs, commands that run them, and the folders where they
+    run."""
     found = []
-    for message in map(json.loads, process.stdout):
-        if message["reason"] == "compiler-artifact" and message["executable"]:
+    for message in test_artifacts(*args):
+        if message["executable"]:
             name, folder = message["target"]["name"], Path(message["manifest_path"]).parent
             if message["profile"]["test"]:
                 found.append((name, [message["executable"], "--show-output"], folder))
             elif name == "serve":
                 found.append((name, [message["executable"]], folder))
-    if process.wait() != 0:
-        raise Failed(f"exit status {process.returncode}: tests do not compile")
     if "serve" not in (name for name, _, _ in found):
         raise Failed("cargo did not build the example serve")
     long = {name: n for n, name in enumerate(LONGEST)}
@@ -324,9 +333,8 @@ def test_programs(*args):
 
 @step("tests", f"README: tests, and the example serve, by Rust {MSRV}, the oldest that manifests name")
 def tests():
-    workspace = ["--workspace", "--all-features"]
-    programs = test_programs(*workspace)
-    programs.append(("documentation", ["cargo", "test", "--locked", "--no-fail-fast", "--doc", *workspace, "--", "--show-output"], ROOT))
+    programs = test_programs(*WORKSPACE)
+    programs.append(("documentation", ["cargo", "test", "--locked", "--no-fail-fast", "--doc", *WORKSPACE, "--", "--show-output"], ROOT))
 
     def perform(program):
         (name, command, folder), begin = program, time.monotonic()
@@ -346,6 +354,51 @@ def tests():
     if failed:
         raise Failed(f"{', '.join(name for name, _ in failed)} (all output is in {log})")
     return judged([line for _, _, said in done for line in said.splitlines()])
+
+
+# A program in C, and a mistake in it that it must find.
+DECODE = ROOT / "examples" / "c" / "decode.c"
+STRICT = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'crates' / 'c'}"]
+
+
+@functools.cache
+def c_library():
+    """The static and the dynamic library for C: with the tests of everything, where these were built, or with tests of their own."""
+    packages = WORKSPACE if test_artifacts.cache_info().currsize else ("-p", "flashtile-c")
+    made = [file for message in test_artifacts(*packages) if message["target"]["name"] == "flashtile_c" for file in message["filenames"]]
+    return [next(file for file in made if file.endswith(suffix)) for suffix in (".a", ".so")]
+
+
+def c_program(folder, name, source, library):
+    """A program of a source in C and a library."""
+    file, program = folder / f"{name}.c", folder / name
+    file.write_text(source)
+    where = f"-Wl,-rpath,{Path(library).parent}"
+    run("cc", "-std=c11", "-g", *STRICT, file, "-o", program, library, where, "-lm", "-lpthread", "-ldl")
+    return program
+
+
+def changed(source, old, new):
+    if old not in source:
+        raise Failed(f"the source has no {old}")
+    return source.replace(old, new)
+
+
+@step("c", "C: the example, README's program and the header, by a C compiler and, for the header, one for C++")
+def c_interface():
+    source = DECODE.read_text()
+    program = re.search(r"```c\n(.*?)```", (ROOT / "crates" / "c" / "README.md").read_text(), re.DOTALL)
+    with Scratch() as folder:
+        for library in c_library():
+            run(c_program(folder, "decode", source, library))
+        run(c_program(folder, "readme", program[1], library))
+        code, said = output(c_program(folder, "planted", changed(source, "options.causal = 1;", ""), library))
+        if code != 1:
+            raise Failed(f"decode.c without causality gave status {code}, expected 1: {said}")
+        print("found, as it must be: attention that is not causal")
+        compiler = os.environ.get("FLASHTILE_CXX") or clang()["FLASHTILE_CXX"]
+        (folder / "header.cpp").write_text('#include "flashtile.h"\nint main() { return flashtile_version() == nullptr; }\n')
+        run(compiler, "-fsyntax-only", *STRICT, folder / "header.cpp")
 
 
 @step("bars", "documentation: pictures of recorded rows are what benches/bars.py draws")
@@ -612,6 +665,21 @@ def transformers():
 def memcheck():
     apt("valgrind", "valgrind")
     return memory("memcheck")
+
+
+@step("c-memcheck", "C: the example under valgrind, and a leak that it must find", full=True)
+def c_memcheck():
+    apt("valgrind", "valgrind")
+    valgrind = ["valgrind", "--quiet", "--error-exitcode=99", "--partial-loads-ok=no", "--leak-check=full"]
+    valgrind += ["--show-leak-kinds=definite,indirect", "--errors-for-leak-kinds=definite,indirect"]
+    library, source = c_library()[0], DECODE.read_text()
+    with Scratch() as folder:
+        run(*valgrind, c_program(folder, "decode", source, library))
+        leak = c_program(folder, "planted", changed(source, "flashtile_text_free(text);", ""), library)
+        code, said = output(*valgrind, leak)
+        if code != 99 or "definitely lost" not in said:
+            raise Failed(f"valgrind gave status {code}, expected 99 for a text that is not freed: {said}")
+        print("found, as it must be: a text that is not freed")
 
 
 @step("asan", "address sanitizer, on the whole catalogue", full=True)

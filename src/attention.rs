@@ -192,10 +192,23 @@ impl<'a> Attention<'a> {
     /// The problem of these options over dense tensors: for a planner, or for a [`Runner`].
     #[must_use]
     pub fn desc(&self, q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> ProblemDesc {
-        let mut desc = ProblemDesc::of(q, k, v);
-        self.set(&mut desc);
-        desc.sequences = self.sequences.to_sequences();
-        desc
+        self.desc_of(ProblemDesc::of(q, k, v))
+    }
+
+    /// The description of tensors alone, as [`ProblemDesc::new`] and [`ProblemDesc::of`] make it, with these options: to plan before there
+    /// are tensors.
+    ///
+    /// ```
+    /// use flashtile::{Attention, Dims, Dtype, ProblemDesc, Visibility};
+    /// let dims = Dims { batch: 1, q_heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, head_dim: 64, value_dim: 64 };
+    /// let desc = Attention::causal().desc_of(ProblemDesc::new(dims, Dtype::BF16));
+    /// assert_eq!(desc.visibility, Visibility::causal());
+    /// ```
+    #[must_use]
+    pub fn desc_of(&self, mut tensors: ProblemDesc) -> ProblemDesc {
+        self.set(&mut tensors);
+        tensors.sequences = self.sequences.to_sequences();
+        tensors
     }
 
     /// Sets everything but the sequences of a description.
