@@ -366,7 +366,7 @@ def c_library():
     """The static and the dynamic library for C: with the tests of everything, where these were built, or with tests of their own."""
     packages = WORKSPACE if test_artifacts.cache_info().currsize else ("-p", "flashtile-c")
     made = [file for message in test_artifacts(*packages) if message["target"]["name"] == "flashtile_c" for file in message["filenames"]]
-    return [next(file for file in made if file.endswith(suffix)) for suffix in (".a", ".so")]
+    return [next(file for file in made if file.endswith(kind)) for kind in (".a", (".so", ".dylib"))]
 
 
 def c_program(folder, name, source, library):
