@@ -31,6 +31,7 @@ ALLOWED = {
     "flashtile": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda", "flashtile-metal"},
     "flashtile-bench": {"flashtile-core"},
     "flashtile-cli": {"flashtile", "flashtile-bench", "flashtile-testkit"},
+    "flashtile-burn": {"flashtile"},
     "flashtile-c": {"flashtile"},
     "flashtile-candle": {"flashtile"},
     "flashtile-msl-standin": set(),

@@ -86,6 +86,7 @@ def formatting():
     run("cargo", "fmt", "--all", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/own-kernel/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "fuzz/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "crates/burn/Cargo.toml", "--check")
     run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
@@ -432,6 +433,21 @@ def candle():
     run("cargo", "test", *workspace, env=OPERATORS)
     run("cargo", "doc", *workspace, "--no-deps", env=OPERATORS | {"RUSTDOCFLAGS": "-D warnings"})
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
+
+
+BURN = ["--locked", "-q", "--manifest-path", "crates/burn/Cargo.toml"]
+
+
+@step("burn", "attention over tensors of burn: tests and licences")
+def burn():
+    run("cargo", "test", *BURN, env=OPERATORS)
+    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "burn")
+
+
+@step("burn-lints", "attention over tensors of burn: clippy and documentation", full=True)
+def burn_lints():
+    run("cargo", "clippy", *BURN, "--all-targets", "--", "-D", "warnings", env=OPERATORS)
+    run("cargo", "doc", *BURN, "--no-deps", env=OPERATORS | {"RUSTDOCFLAGS": "-D warnings"})
 
 
 # The software Metal device: objc2-metal with one line changed, which `prepare.py` makes, and kernels compiled by a clang.
