@@ -253,7 +253,7 @@ pub struct Step<'c, S: StepStore = HostStore, R = CurrentRunner> {
     runner: R,
 }
 
-/// What the layers of a group have in common in a step.
+/// Tables and problem that the layers of a group share in a step.
 struct StepGroup {
     tables: BlockTables,
     /// The problem of the last layer.

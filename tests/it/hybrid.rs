@@ -50,7 +50,7 @@ impl Model {
         layer % self.full == self.full - 1
     }
 
-    /// The window's keys, and those of a step, in a ring; the others in pages, quantized.
+    /// A ring with room for the window and a step; quantized pages.
     fn kinds(&self) -> [CacheDesc; 2] {
         let ring = CacheLayout::Ring { slots: SLOTS, capacity: self.window + STEP };
         let paged = CacheLayout::Paged { pages: PAGES, page_size: PAGE_SIZE };
@@ -227,7 +227,7 @@ struct Tokens {
     first: Vec<usize>,
 }
 
-/// What a cache should hold.
+/// The expected contents of a cache.
 struct Naive {
     descs: Vec<CacheDesc>,
     sequences: BTreeMap<u64, (SeqId, Tokens)>,

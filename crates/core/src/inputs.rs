@@ -462,7 +462,7 @@ pub fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Re
     Ok(())
 }
 
-/// From the ALiBi slopes of a sequence to those of the next, in elements: 0 where all sequences have the same.
+/// Slopes from one sequence to the next: 0 where all sequences share them.
 #[must_use]
 pub const fn alibi_stride(slopes: usize, q_heads: usize) -> usize {
     if slopes > q_heads { q_heads } else { 0 }

@@ -18,7 +18,7 @@ pub struct Scoring<'a> {
     pub softcap: Option<f32>,
     /// ALiBi slopes `[q_heads]`, or `[sequences, q_heads]`.
     pub alibi_slopes: Option<&'a [f32]>,
-    /// From the slopes of a sequence to those of the next; 0 where all have the same.
+    /// Slopes from one sequence to the next; 0 where all sequences share them.
     pub alibi_stride: usize,
     /// Mask, additive or boolean.
     pub mask: Option<MaskView<'a>>,

@@ -104,7 +104,7 @@ device_struct! {
         pub(super) mask_k_blocks: u32,
         /// Entries of a sequence in the block table.
         pub(super) block_table_width: u32,
-        /// From the slopes of a sequence to those of the next; 0 where all have the same.
+        /// Slopes from one sequence to the next; 0 where all sequences share them.
         pub(super) alibi_stride: u32,
         pub(super) unused: u32,
     }

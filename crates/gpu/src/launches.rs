@@ -38,7 +38,7 @@ pub struct Strides {
     pub mask: [usize; 4],
     /// 0 f32, 1 f16, 2 bf16, 3 bool.
     pub mask_kind: u32,
-    /// From the ALiBi slopes of a sequence to those of the next; 0 where all sequences have the same.
+    /// ALiBi slopes from one sequence to the next; 0 where all sequences share them.
     pub alibi: usize,
     /// Query and key.
     pub tree: [usize; 2],

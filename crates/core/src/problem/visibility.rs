@@ -49,7 +49,7 @@ impl Visibility {
         self
     }
 
-    /// Keys visible under both. Chunks are those of `other`, where it has any.
+    /// Keys visible under both. Where both have chunks, `other`'s are kept.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let tighter = |a: Option<usize>, b: Option<usize>| match (a, b) {
@@ -130,7 +130,7 @@ impl Visibility {
     pub(super) fn pairs(self, p: i64, rows: usize, kv_len: usize) -> u128 {
         let Some(chunk) = self.chunk else { return self.band_pairs(p, rows, kv_len) };
         let (chunk, band) = (chunk.get() as u128, Self { chunk: None, ..self });
-        // Positions from 0 on, of which those of chunk `n` see keys of chunk `n`.
+        // Positions from 0 on. A position in chunk `n` sees keys of chunk `n`.
         let end = u128::try_from(i128::from(p) + rows as i128).unwrap_or(0);
         let begin = u128::try_from(p).unwrap_or(0).min(end);
         let keys = kv_len as u128;

@@ -48,7 +48,7 @@ pub struct Attend {
     pub right: i32,
     /// Keys of a chunk, of which a query sees its own; 0 where there are none.
     pub chunk: u32,
-    /// From the ALiBi slopes of a sequence to those of the next; 0 where all sequences have the same.
+    /// ALiBi slopes from one sequence to the next; 0 where all sequences share them.
     pub alibi_stride: u32,
     /// Factor of `q . k`: `scale log2 e`, or `scale / softcap` where there is a softcap.
     pub scale: f32,
