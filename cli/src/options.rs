@@ -7,6 +7,7 @@ use clap::{Arg, Args, Command, ValueEnum};
 use flashtile::plan::Isa;
 use flashtile::{BackendName, BackendNameError, Codec, Dtype, KernelChoice, QOffset, Visibility};
 use std::ffi::OsStr;
+use std::num::NonZeroUsize;
 
 /// How tensors are read from a file.
 #[derive(Debug, Args)]
@@ -36,6 +37,9 @@ pub(crate) struct Semantics {
     /// Keys visible to the left and right of each query, itself not counted; -1 or absent is unbounded
     #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
     pub(crate) window: Option<Visibility>,
+    /// Keys of a chunk: a query sees its own chunk only, as in the chunked layers of Llama 4
+    #[arg(long, value_name = "KEYS")]
+    pub(crate) chunk: Option<NonZeroUsize>,
     /// Multiplier of q . k; default 1 / sqrt(head_dim)
     #[arg(long, value_name = "X", allow_hyphen_values = true)]
     pub(crate) scale: Option<f32>,
@@ -47,7 +51,8 @@ pub(crate) struct Semantics {
 impl Semantics {
     pub(crate) fn visibility(&self) -> Visibility {
         let band = self.window.unwrap_or_default();
-        if self.causal { band.and(Visibility::causal()) } else { band }
+        let band = if self.causal { band.and(Visibility::causal()) } else { band };
+        band.chunked(self.chunk.map_or(0, NonZeroUsize::get))
     }
 }
 

@@ -78,9 +78,10 @@ mod tests {
     }
 
     /// Options whose values are not names of a closed set: numbers, lists of numbers, files, names in a file.
-    const OPEN: [&str; 32] = [
+    const OPEN: [&str; 33] = [
         "batch",
         "cached",
+        "chunk",
         "device-file",
         "filter",
         "head-dim",

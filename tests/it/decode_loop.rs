@@ -3,8 +3,8 @@
 use flashtile::gpu::{GpuArray, GpuStore, HostAccess};
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::{
-    Attention, CacheDesc, CacheLayout, CacheShape, Codec, Dtype, KvCache, KvCacheExt as _, OwnedTensor,
-    ProblemDesc, SeqId, SeqLens, StepRunner, StepStore, StepTensors, reference,
+    Attention, CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HybridCache, KvCache, KvCacheExt,
+    OwnedTensor, ProblemDesc, SeqId, SeqLens, StepRunner, StepStore, StepTensors, reference,
 };
 use std::error::Error;
 
@@ -79,17 +79,53 @@ fn tensor(dtype: Dtype, heads: usize, tokens: usize, seed: usize) -> OwnedTensor
     .unwrap()
 }
 
+/// The layers of a cache that differ: pages for all keys, and a ring for the window, as wide as it and a step.
+pub(crate) fn hybrid_descs(full: Codec, window: Codec) -> [CacheDesc; LAYERS] {
+    [(cache_desc(full).layout, full), (CacheLayout::Ring { slots: 2, capacity: 24 }, window)].map(
+        |(layout, codec)| {
+            let mut desc = cache_desc(codec);
+            (desc.layout, desc.layers) = (layout, 1);
+            desc
+        },
+    )
+}
+
+/// A cache that begins sequences and says how its layers are.
+pub(crate) trait Cache<S: StepStore>: KvCacheExt<S> {
+    fn begin(&mut self) -> SeqId;
+    fn descs(&self) -> Vec<CacheDesc>;
+}
+
+impl<S: StepStore> Cache<S> for KvCache<S> {
+    fn begin(&mut self) -> SeqId {
+        self.create().unwrap_or_else(|error| panic!("{}", error.into()))
+    }
+
+    fn descs(&self) -> Vec<CacheDesc> {
+        vec![*self.desc()]
+    }
+}
+
+impl<S: StepStore> Cache<S> for HybridCache<S> {
+    fn begin(&mut self) -> SeqId {
+        self.create().unwrap_or_else(|error| panic!("{}", error.into()))
+    }
+
+    fn descs(&self) -> Vec<CacheDesc> {
+        self.groups().iter().map(|group| *group.desc()).collect()
+    }
+}
+
 /// Runs steps of two sequences over a cache: prompts of several tokens, then single tokens, the second layer with a window.
 /// Each layer of each step is compared with the oracle over a cache in main memory.
-pub(crate) fn decode<S, R, P>(cache: &mut KvCache<S>, mut runner: R, place: &P, dtype: Dtype)
+pub(crate) fn decode<S, R, P>(cache: &mut impl Cache<S>, mut runner: R, place: &P, dtype: Dtype)
 where
     S: StepStore,
     R: StepRunner<S>,
     P: Place<S>,
 {
-    let new = |cache: &mut KvCache<S>| cache.create().unwrap_or_else(|error| panic!("{}", error.into()));
-    let sequences = [new(cache), new(cache)];
-    let mut host = KvCache::new(*cache.desc()).unwrap();
+    let sequences = [cache.begin(), cache.begin()];
+    let mut host = HybridCache::new(&cache.descs()).unwrap();
     let on_host = [host.create().unwrap(), host.create().unwrap()];
     let window = Attention::decode().window(9, 0);
     for (n, tokens) in [[11, 3], [1, 1], [1, 2], [1, 1]].into_iter().enumerate() {
@@ -128,7 +164,7 @@ where
 
 /// Compares the answer of a layer with the oracle's.
 fn check(
-    host: &KvCache,
+    host: &HybridCache,
     sequences: [SeqId; 2],
     tokens: [usize; 2],
     layer: usize,
@@ -137,6 +173,7 @@ fn check(
 ) {
     let q = q.view();
     let lens = [0, 1].map(|n| SeqLens { q_len: tokens[n], kv_len: host.len(sequences[n]).unwrap() });
+    let (host, layer) = host.layer(layer).unwrap();
     let mut desc = ProblemDesc::over(host.desc(), Q_HEADS, q.dtype(), &lens);
     desc.visibility = options.visibility;
     let (problem, tables) = (desc.validate().unwrap(), host.tables(&sequences).unwrap());

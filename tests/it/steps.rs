@@ -1,13 +1,13 @@
 //! Steps over caches in main memory, on the simulator and on this machine's CUDA device: one loop, other constructors.
 
-use crate::decode_loop::{OnDevice, Place, cache_desc, decode};
+use crate::decode_loop::{OnDevice, Place, cache_desc, decode, hybrid_descs};
 use crate::support::cuda;
 use flashtile::cache::HostStore;
 use flashtile::gpu::{GpuAttention, GpuStore};
 use flashtile::simulator::{DECODE_TILE, Simulator, find, session};
 use flashtile::{
-    Attention, Codec, CurrentRunner, Dtype, Error, KvCache, KvCacheExt as _, OwnedTensor, RunError, Runner,
-    StepTensors, TensorView, TensorViewMut,
+    Attention, Codec, CurrentRunner, Dtype, Error, HybridCache, KvCache, KvCacheExt as _, OwnedTensor,
+    RunError, Runner, StepTensors, TensorView, TensorViewMut,
 };
 
 /// Main memory.
@@ -39,12 +39,18 @@ fn the_loop_runs_in_main_memory() {
         decode(&mut KvCache::new(cache_desc(codec)).unwrap(), CurrentRunner, &Host, dtype);
         decode(&mut KvCache::new(cache_desc(codec)).unwrap(), Runner::new(), &Host, dtype);
     }
+    let layers = hybrid_descs(Codec::Int8, Codec::BF16);
+    decode(&mut HybridCache::new(&layers).unwrap(), CurrentRunner, &Host, Dtype::BF16);
 }
 
 #[test]
 fn the_loop_runs_on_the_simulator() {
     let store = GpuStore::with_native(Simulator::new(), &cache_desc(Codec::BF16), Some(find)).unwrap();
     let mut cache = KvCache::with_store(store).unwrap();
+    decode(&mut cache, session(DECODE_TILE), &OnDevice(Simulator::new()), Dtype::BF16);
+    let layers = hybrid_descs(Codec::BF16, Codec::BF16);
+    let store = |desc: &_| GpuStore::with_native(Simulator::new(), desc, Some(find));
+    let mut cache = HybridCache::with_stores(&layers, store).unwrap();
     decode(&mut cache, session(DECODE_TILE), &OnDevice(Simulator::new()), Dtype::BF16);
 }
 
@@ -57,6 +63,8 @@ fn the_loop_runs_on_a_cuda_device() {
         decode(&mut cuda.kv_cache(cache_desc(codec), &stream).unwrap(), CurrentRunner, &place, dtype);
         decode(&mut cuda.kv_cache(cache_desc(codec), &stream).unwrap(), cuda.session(&stream), &place, dtype);
     }
+    let layers = hybrid_descs(Codec::Int8, Codec::BF16);
+    decode(&mut cuda.hybrid_cache(&layers, &stream).unwrap(), CurrentRunner, &place, Dtype::BF16);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::device::Cuda;
 use super::error::DeviceError;
-use flashtile_core::cache::{CacheDesc, KvCache};
+use flashtile_core::cache::{CacheDesc, HybridCache, KvCache};
 use flashtile_gpu::cache::{GpuStore, StoreError};
 use flashtile_kernel::cuda::Gpu;
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
@@ -55,5 +55,17 @@ impl Cuda {
         stream: &Arc<CudaStream>,
     ) -> Result<CudaKvCache, StoreError<DeviceError>> {
         Ok(KvCache::with_store(CudaStore::new(self.gpu().on(stream), &desc)?)?)
+    }
+
+    /// An empty cache of layers that differ, described as [`HybridCache::new`] takes them. Its operations follow each other on the stream.
+    ///
+    /// # Errors
+    /// As [`Cuda::kv_cache`].
+    pub fn hybrid_cache(
+        &self,
+        layers: &[CacheDesc],
+        stream: &Arc<CudaStream>,
+    ) -> Result<HybridCache<CudaStore>, StoreError<DeviceError>> {
+        HybridCache::with_stores(layers, |desc| CudaStore::new(self.gpu().on(stream), desc))
     }
 }

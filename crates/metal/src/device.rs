@@ -5,7 +5,7 @@ use crate::error::MetalError;
 use crate::facts::{MetalFacts, facts_of};
 use crate::plan::MetalPlan;
 use crate::session::{MetalKvCache, MetalStore, Session};
-use flashtile_core::cache::{CacheDesc, KvCache};
+use flashtile_core::cache::{CacheDesc, HybridCache, KvCache};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
@@ -128,6 +128,14 @@ impl Metal {
     /// [`StoreError::Launch`] where the device lacks the memory.
     pub fn kv_cache(&self, desc: CacheDesc) -> Result<MetalKvCache, StoreError<Error>> {
         Ok(KvCache::with_store(MetalStore::new(self.gpu.clone(), &desc)?)?)
+    }
+
+    /// An empty cache of layers that differ, described as [`HybridCache::new`] takes them, on the device's queue.
+    ///
+    /// # Errors
+    /// As [`Metal::kv_cache`].
+    pub fn hybrid_cache(&self, layers: &[CacheDesc]) -> Result<HybridCache<MetalStore>, StoreError<Error>> {
+        HybridCache::with_stores(layers, |desc| MetalStore::new(self.gpu.clone(), desc))
     }
 
     /// Memory of zeros for a dense tensor of a shape.

@@ -1,6 +1,6 @@
 //! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
 
-use crate::decode_loop::{OnDevice, cache_desc, decode};
+use crate::decode_loop::{OnDevice, cache_desc, decode, hybrid_descs};
 use crate::support::{control_of, metal, view};
 use flashtile::cache::{CacheDesc, CacheLayout, CacheShape};
 use flashtile::{
@@ -62,6 +62,10 @@ fn the_decode_loop_runs() {
         decode(&mut cache, metal.session(), &OnDevice(metal.gpu().clone()), dtype);
         assert_eq!(control.take_violations(), [""; 0], "{codec}");
     }
+    let metal = metal(Profile::m3_max());
+    let mut cache = metal.hybrid_cache(&hybrid_descs(Codec::Int8, Codec::BF16)).unwrap();
+    decode(&mut cache, metal.session(), &OnDevice(metal.gpu().clone()), Dtype::BF16);
+    assert_eq!(control_of(&metal).take_violations(), [""; 0]);
 }
 
 /// A step of a sequence that has its tokens already.
