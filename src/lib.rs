@@ -29,6 +29,13 @@ pub use flashtile_core::cache::{
 };
 pub use flashtile_core::codec::{Codec, KvView, key_mean};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
+/// The crate of the scalar types `f16` and `bf16`, in the version whose types are [`Element`]s.
+///
+/// ```
+/// use flashtile::{Dtype, Element, half::bf16};
+/// assert_eq!(bf16::DTYPE, Dtype::BF16);
+/// ```
+pub use flashtile_core::half;
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
 pub use flashtile_core::plan::{AnyPlan, KernelChoice, PlanOptions, Unsupported};
@@ -45,13 +52,6 @@ pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 pub use flashtile_cuda::plan::CudaPlan;
 #[cfg(feature = "metal")]
 pub use flashtile_metal::MetalPlan;
-/// The crate of the scalar types `f16` and `bf16`, in the version whose types are [`Element`]s.
-///
-/// ```
-/// use flashtile::{Dtype, Element, half::bf16};
-/// assert_eq!(bf16::DTYPE, Dtype::BF16);
-/// ```
-pub use half;
 
 pub mod problem {
     //! Descriptions of problems: dimensions, dtype, visibility, bias, sequences, and the limits of each.

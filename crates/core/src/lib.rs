@@ -41,3 +41,5 @@ pub mod quality;
 pub mod reference;
 pub mod scoring;
 pub mod tensor;
+
+pub use half;
