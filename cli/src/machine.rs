@@ -101,29 +101,58 @@ impl Bound {
         work: &Work,
         seconds: f64,
         copies: usize,
-    ) -> Option<String> {
+    ) -> Option<Excess> {
         // Percentages have one decimal: what is printed as 100.0% needs no reason.
         if self.fraction(work, seconds) < 1.0005 {
             return None;
         }
         let bytes = work.bytes * copies as f64;
         let cache = cache_bytes(facts).filter(|&cache| self.rate == Rate::Bandwidth && bytes < cache as f64);
-        Some(match cache {
-            Some(cache) => format!(
-                "{} of K and V stay in caches of {}, which are faster than the memory of the limit",
-                report::bytes(bytes),
-                report::bytes(cache as f64)
-            ),
-            None => {
-                "the machine was faster than while the limit was measured: a higher clock, or less other load"
-                    .to_owned()
-            }
-        })
+        Some(cache.map_or(Excess::Faster, |cache| Excess::Cached { bytes, cache }))
     }
 
     /// Fraction of the limit that the work reaches if it takes this many seconds.
     pub(crate) fn fraction(&self, work: &Work, seconds: f64) -> f64 {
         self.seconds(work) / seconds
+    }
+}
+
+/// Why work takes less time than a limit allows.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Excess {
+    /// Keys and values of `bytes` bytes stay in caches of `cache` bytes.
+    Cached { bytes: f64, cache: usize },
+    /// A unit computes the products that is not the limit's.
+    Unit { unit: String, of: String },
+    /// The limit was measured while the machine was slower.
+    Faster,
+}
+
+impl Excess {
+    /// In two words, for pictures.
+    pub(crate) const fn name(&self) -> &'static str {
+        match self {
+            Self::Cached { .. } => "in cache",
+            Self::Unit { .. } => "other unit",
+            Self::Faster => "faster clock",
+        }
+    }
+}
+
+impl std::fmt::Display for Excess {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Cached { bytes, cache } => write!(
+                f,
+                "{} of K and V stay in caches of {}, which are faster than the memory of the limit",
+                report::bytes(*bytes),
+                report::bytes(*cache as f64)
+            ),
+            Self::Unit { unit, of } => write!(f, "computed by {unit}, the limit is for {of}"),
+            Self::Faster => f.write_str(
+                "the machine was faster than while the limit was measured: a higher clock, or less other load",
+            ),
+        }
     }
 }
 
@@ -156,18 +185,16 @@ mod tests {
         let memory = bound(Rate::Bandwidth, 1e12);
         assert_eq!(memory.excess(&facts, &work(1e6), 1e-6, 1), None);
         assert_eq!(memory.excess(&facts, &work(1e6), 1.5e-6, 1), None);
-        let cached = memory.excess(&facts, &work(1e6), 0.5e-6, 1).unwrap();
+        let cached = memory.excess(&facts, &work(1e6), 0.5e-6, 1).unwrap().to_string();
         assert_eq!(
             cached,
             "977 KiB of K and V stay in caches of 60.0 MiB, which are faster than the memory of the limit"
         );
-        let clock =
-            "the machine was faster than while the limit was measured: a higher clock, or less other load";
-        assert_eq!(memory.excess(&facts, &work(1e6), 0.5e-6, 100).as_deref(), Some(clock));
+        assert_eq!(memory.excess(&facts, &work(1e6), 0.5e-6, 100), Some(Excess::Faster));
         let arithmetic = bound(Rate::Arithmetic, 1e12);
-        assert_eq!(arithmetic.excess(&facts, &work(1.0), 0.9e-3, 1).as_deref(), Some(clock));
+        assert_eq!(arithmetic.excess(&facts, &work(1.0), 0.9e-3, 1), Some(Excess::Faster));
         assert_eq!(arithmetic.excess(&facts, &work(1.0), 1e-3, 1), None);
         let cpu = AnyFacts::new(machines::AVX2_8);
-        assert!(memory.excess(&cpu, &work(33e6), 0.5e-6, 1).unwrap().contains("36.0 MiB"));
+        assert!(memory.excess(&cpu, &work(33e6), 0.5e-6, 1).unwrap().to_string().contains("36.0 MiB"));
     }
 }

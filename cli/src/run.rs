@@ -5,7 +5,7 @@ use crate::buffer::Buffer;
 use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
-use crate::machine::{self, Bound, Work, rate_name};
+use crate::machine::{self, Bound, Excess, Work, rate_name};
 use crate::names;
 use crate::nonfinite;
 use crate::operands::{Operands, Order};
@@ -174,7 +174,7 @@ struct Done {
     /// The measured limit, if the problem is large enough for a comparison.
     bound: Option<Bound>,
     /// The cause of a fraction of the limit above 1.
-    excess: Option<String>,
+    excess: Option<Excess>,
     non_finite: nonfinite::Results,
 }
 
@@ -433,7 +433,7 @@ impl Done {
             "limit": bound.map(|b| rate_name(b.rate)),
             "limit_per_s": bound.map(|b| b.limit.per_second),
             "fraction": bound.map(|b| b.fraction(&self.work, self.seconds)),
-            "fraction_note": self.excess,
+            "fraction_note": self.excess.as_ref().map(Excess::to_string),
             "non_finite": self.non_finite.json(),
         })
     }

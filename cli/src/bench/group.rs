@@ -2,7 +2,7 @@
 
 use super::measure::Measured;
 use super::rows::Kind;
-use crate::machine::Bound;
+use crate::machine::{Bound, Excess};
 use flashtile::plan::AnyFacts;
 use flashtile::{Rate, Unit};
 
@@ -18,13 +18,12 @@ pub(super) struct Group {
 
 impl Group {
     /// Why a row exceeds the limit, if it does.
-    pub(super) fn excess(&self, measured: &Measured) -> Option<String> {
+    pub(super) fn excess(&self, measured: &Measured) -> Option<Excess> {
         let (seconds, unit) = (measured.seconds(), &measured.unit);
         let why = self.bound.excess(&self.facts, &measured.work, seconds, measured.copies)?;
         match self.bound.rate {
             Rate::Arithmetic if *unit != self.unit => {
-                let (unit, of) = (&unit.name, &self.unit.name);
-                Some(format!("computed by {unit}, the limit is that of {of}"))
+                Some(Excess::Unit { unit: unit.name.clone(), of: self.unit.name.clone() })
             }
             Rate::Arithmetic | Rate::Bandwidth => Some(why),
         }
@@ -36,7 +35,7 @@ mod tests {
     use super::*;
     use crate::bench::options::BenchArgs;
     use crate::bench::peers::Peers;
-    use crate::bench::{row_json, rows, table};
+    use crate::bench::{plot, row_json, rows, table};
     use crate::command_line::{Cli, Command};
     use crate::machine::Work;
     use clap::Parser;
@@ -91,11 +90,13 @@ mod tests {
         assert!(cached.ends_with("the memory of the limit\n"), "{cached}");
         let other = shown(Rate::Arithmetic, "avx2");
         assert!(
-            other.ends_with("[1] above the limit: computed by avx512, the limit is that of avx2\n"),
+            other.ends_with("[1] above the limit: computed by avx512, the limit is for avx2\n"),
             "{other}"
         );
         let busy = shown(Rate::Arithmetic, "avx512");
         assert!(busy.contains("[1] above the limit: the machine was faster than while"), "{busy}");
+        let drawn = plot::picture(&[group(Rate::Bandwidth, "avx512")]);
+        assert!(drawn.contains(">in cache</text>"), "{drawn}");
         let json = |at: usize| {
             let group = group(Rate::Bandwidth, "avx512");
             row_json(&group.rows[at], &group, &Peers::default())["fraction_note"].clone()

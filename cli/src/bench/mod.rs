@@ -183,7 +183,7 @@ fn table(group: &Group, peers: &Peers) -> String {
     for measured in &group.rows {
         let (row, dims) = (&measured.row, measured.row.problem.dims());
         let fraction = group.bound.fraction(&measured.work, measured.seconds());
-        let mark = group.excess(measured).map_or_else(String::new, |why| mark(&mut notes, why));
+        let mark = group.excess(measured).map_or_else(String::new, |why| mark(&mut notes, why.to_string()));
         let mut cells = vec![
             row.problem.dtype().to_string(),
             match dims.value_dim {
@@ -253,7 +253,7 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "limit": rate_name(bound.rate),
         "limit_per_s": bound.limit.per_second,
         "fraction": bound.fraction(&measured.work, seconds),
-        "fraction_note": group.excess(measured),
+        "fraction_note": group.excess(measured).map(|why| why.to_string()),
         "nrmse": measured.nrmse,
         "peers": peers,
     });

@@ -1,13 +1,18 @@
 //! Fraction of the limit by sequence length, as SVG.
 
 use super::group::Group;
-use crate::chart::{self, Axis, Line, Panel};
+use crate::chart::{self, Axis, Line, Mark, Panel};
 use crate::failure::Result;
 use crate::output::Destination;
 
 /// Draws a panel for each kind of row and visibility, with a line for each dtype and head dimension.
 pub(super) fn plot(groups: &[Group], destination: &Destination) -> Result<()> {
-    let mut panels: Vec<(String, Vec<Line>)> = Vec::new();
+    destination.text(&picture(groups))
+}
+
+/// The text of the picture.
+pub(super) fn picture(groups: &[Group]) -> String {
+    let mut panels: Vec<(String, Vec<Line>, Vec<Mark>)> = Vec::new();
     for group in groups {
         for measured in &group.rows {
             let row = &measured.row;
@@ -19,13 +24,16 @@ pub(super) fn plot(groups: &[Group], destination: &Destination) -> Result<()> {
                 name += &format!(" {}", row.layout());
             }
             let point = (row.length() as f64, bound.fraction(&measured.work, measured.seconds()));
-            let (_, lines) = find_or_push(&mut panels, |p| p.0 == title, || (title.clone(), vec![]));
+            let new = || (title.clone(), vec![], vec![]);
+            let (_, lines, marks) = find_or_push(&mut panels, |p| p.0 == title, new);
+            marks.extend(group.excess(measured).map(|why| Mark { at: point, label: why.name().to_owned() }));
             let line = find_or_push(lines, |l| l.name == name, || Line::named(&name));
             line.points.push(point);
         }
     }
-    let panels: Vec<Panel> = panels.into_iter().map(|(title, lines)| panel(title, lines)).collect();
-    destination.text(&chart::document("Fraction of the limit of the machine by number of keys", &panels))
+    let panels: Vec<Panel> =
+        panels.into_iter().map(|(title, lines, marks)| panel(title, lines, marks)).collect();
+    chart::document("Fraction of the limit of the machine by number of keys", &panels)
 }
 
 fn find_or_push<T>(list: &mut Vec<T>, is: impl Fn(&T) -> bool, new: impl FnOnce() -> T) -> &mut T {
@@ -39,7 +47,8 @@ fn find_or_push<T>(list: &mut Vec<T>, is: impl Fn(&T) -> bool, new: impl FnOnce(
 /// Largest number of lengths that all have a label.
 const MAX_LABELS: usize = 8;
 
-fn panel(title: String, lines: Vec<Line>) -> Panel {
+/// `names` say why points are above the limit.
+fn panel(title: String, lines: Vec<Line>, names: Vec<Mark>) -> Panel {
     let points = || lines.iter().flat_map(|line| &line.points);
     let high = points().map(|p| p.1).fold(1.0, f64::max);
     let mut lengths: Vec<f64> = points().map(|p| p.0).collect();
@@ -68,6 +77,6 @@ fn panel(title: String, lines: Vec<Line>) -> Panel {
         lines,
         level: Some((1.0, "limit".to_owned())),
         chosen: Vec::new(),
-        names: Vec::new(),
+        names,
     }
 }
