@@ -307,7 +307,10 @@ impl<'a> Archive<'a> {
                 return Ok(Some(Stored { dtype, shape, bytes: Bytes::Borrowed(bytes) }));
             }
             Some(Source::Unknown(dtype)) => {
-                Err(format!("dtype {dtype} is not known, expected F32, F16 or BF16"))
+                let name = self.called(name);
+                let what =
+                    format_args!("tensor {name} is {dtype}, which is not known, expected F32, F16 or BF16");
+                return Err(self.refuse(what));
             }
             Some(Source::Member(member)) => member.read(),
             Some(Source::File(file)) => numpy::array(file.bytes()?),

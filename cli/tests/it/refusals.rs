@@ -210,7 +210,7 @@ fn headers_name_the_tensor_that_is_wrong() {
     assert!(stderr(&output).contains("note: tensors not read: notes ("), "{}", stderr(&output));
     folder.refuse(&["--strict"], "unknown tensors: notes");
     let mask = other.replace("notes", "mask");
-    refuse(&mask, 99, "array mask: dtype U3 is not known, expected F32, F16 or BF16\n");
+    refuse(&mask, 99, "tensor mask is U3, which is not known, expected F32, F16 or BF16\n");
     refuse(other, 98, "98 bytes of data, the header expects 99\n");
 }
 
