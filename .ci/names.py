@@ -3,10 +3,10 @@
 
     .ci/names.py
 
-It asks cargo and pip, so that it goes where they are configured to go. A crate, or a project of PyPI, is ours where its repository is. The exit
-status is 1 where a name is somebody else's. Where some crates of the workspace have this version, it prints the command that publishes the
-rest. PyPI also refuses a name that differs from another one only by separators and
-by letters that look alike (1, l and i, 0 and o); a name that it keeps back without files looks free.
+It asks cargo and pip, so that it goes where they are configured to go. A name is ours where its repository is ours. The exit status is 1 where
+a name is somebody else's. Where some crates of the workspace have this version, it prints the command that publishes the rest. PyPI also
+refuses a name that differs from another one only by separators and by letters that look alike (1, l and i, 0 and o); a name that it
+keeps back without files looks free.
 """
 
 import json
@@ -23,8 +23,8 @@ WORKSPACE = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["packa
 
 
 def of_crate(name, folder):
-    """Version and repository of a crate of crates.io; None where there is none. The folder is outside our workspace, whose crates `cargo info`
-    would show."""
+    """Version and repository of a crate of crates.io; None where there is none. The folder is outside our workspace, whose own crates
+    `cargo info` would show."""
     code, said = output("cargo", "info", name, "--registry", "crates-io", cwd=folder)
     if code != 0:
         if f"could not find `{name}`" not in said:

@@ -14,6 +14,7 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import release
 from harness import ARGUMENTS, ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, say, start, step
 from tools import OPERATORS, WHEEL, ZIG, apt, pip, pip_of, rust_targets, toolchain, virtual
 
@@ -532,7 +533,9 @@ MODELS_BEFORE = "transformers==5.22.2"
 
 @functools.cache
 def built(profile):
-    """The wheel, which is built once."""
+    """The wheel, which is built once. On Linux that of a release is tested, which others install."""
+    if profile == "release" and sys.platform == "linux":
+        return release.wheel(release.this_machine())
     options = ["--quiet", "--locked", "--profile", profile, "--manifest-path", "python/Cargo.toml"]
     wheels = TARGET / "ci" / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
@@ -548,11 +551,13 @@ def wheel(python, profile):
     run(*pip_of(python), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", built(profile))
 
 
-def pytest(python, *tests, env=None):
-    """Runs some tests, or all, of the wheel that is installed, not of the folder: the working folder has no package."""
+def pytest(python, *tests, but="", env=None):
+    """Runs some tests, or all, of the wheel that is installed, not of the folder: the working folder has no package. Tests whose name contains
+    `but` are left out."""
     with Scratch() as folder:
         files = [ROOT / "python" / "tests" / test for test in tests or [""]]
-        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, env={"PYTHONDONTWRITEBYTECODE": "1"} | (env or {}), cwd=folder)
+        left_out = ["-k", f"not ({but})"] if but else []
+        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left_out, *files, env={"PYTHONDONTWRITEBYTECODE": "1"} | (env or {}), cwd=folder)
 
 
 # Tests that need no PyTorch.
@@ -654,6 +659,40 @@ def edits():
         _, wall, cpu = measured(lambda: run(*command, env=plain(), quiet=True))
         notes.append(f"{file} {against(figures, wall, cpu)}")
     return "; ".join(notes)
+
+
+@step("release-wheels", "release: wheels for Linux, and the source of the Python package", full=True)
+def release_wheels():
+    return release.sizes([*map(release.wheel, release.MACHINES), release.source()])
+
+
+@step("release-programs", "release: the command line for Linux, dynamic and static", full=True)
+def release_programs():
+    return release.sizes(release.programs().values())
+
+
+@step("release-here", "release: what is for this machine runs, and pip builds the source", full=True)
+def release_here():
+    machine = release.this_machine()
+    interpreter = release.clean()
+    pytest(interpreter, *OVER_NUMPY)
+    with Scratch() as folder:
+        for library in release.LIBRARIES:
+            release.tried([], release.packed(release.triple(machine, library), folder), [])
+        from_source = release.wheel_of_source(folder)
+        run(*pip_of(interpreter), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", from_source)
+        pytest(interpreter, "test_merge.py")
+
+
+@step("release-aarch64", "release: what is for aarch64 runs under qemu", full=True)
+def release_aarch64():
+    emulator = release.emulator()
+    interpreter, env = release.python_of_aarch64()
+    # These set limits of memory, which qemu does not obey.
+    pytest(interpreter, *OVER_NUMPY, but="threads_that_cannot_start or cache_without_memory", env=env)
+    with Scratch() as folder:
+        for library, part in zip(release.LIBRARIES, ([], ["--filter", "gqa,decode_"]), strict=True):
+            release.tried(emulator, release.packed(release.triple("aarch64", library), folder), part)
 
 
 @step("minilm", "example: sentence embeddings by all-MiniLM-L6-v2 in candle", full=True)
