@@ -162,23 +162,23 @@ def wheel_of_source(folder):
 
 @functools.cache
 def programs():
-    """The command line for every machine and library, which is built once: names of targets and paths."""
+    """Archives of the command line for every machine and library, which are built once."""
     targets = [triple(machine, library) for library in LIBRARIES for machine in MACHINES]
     rust_targets(targets)
     asked = [f"{target}.{GLIBC[0]}.{GLIBC[1]}" if target.endswith("gnu") else target for target in targets]
     options = [word for target in asked for word in ("--target", target)]
     command = [pip(ZIGBUILD) / "bin" / "cargo-zigbuild", "zigbuild", "--release", "--locked", "--quiet", "-p", "flashtile-cli"]
     run(*command, *options, env=zig() | {"CARGO_TARGET_DIR": TARGET})
-    built = {target: TARGET / target / "release" / "flashtile" for target in targets}
     folder = cleared("flashtile-*-unknown-linux-*.tar.gz")
-    for target, program in built.items():
+    for target in targets:
+        program = TARGET / target / "release" / "flashtile"
         elf(program, static=target.endswith("musl"))
         name = f"flashtile-{VERSION}-{target}"
         with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as archive:
             for file in (program, ROOT / "cli" / "README.md", ROOT / "LICENSE-APACHE", ROOT / "LICENSE-MIT"):
                 archive.add(file, f"{name}/{file.name}", filter=owned_by_nobody)
     sums()
-    return built
+    return sorted(folder.glob("flashtile-*-unknown-linux-*.tar.gz"))
 
 
 def owned_by_nobody(entry):

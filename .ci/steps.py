@@ -668,7 +668,7 @@ def release_wheels():
 
 @step("release-programs", "release: the command line for Linux, dynamic and static", full=True)
 def release_programs():
-    return release.sizes(release.programs().values())
+    return release.sizes(release.programs())
 
 
 @step("release-here", "release: what is for this machine runs, and pip builds the source", full=True)
@@ -679,6 +679,10 @@ def release_here():
     with Scratch() as folder:
         for library in release.LIBRARIES:
             release.tried([], release.packed(release.triple(machine, library), folder), [])
+        # The dynamic program finds a driver and a compiler where there are any.
+        apt("g++", "g++")
+        dynamic = release.packed(release.triple(machine, "gnu"), folder)
+        run(ROOT / "tools" / "cuda-standin" / "run.sh", dynamic, "check", "--backend", "cuda", "--filter", "gqa_2_of_4")
         from_source = release.wheel_of_source(folder)
         run(*pip_of(interpreter), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", from_source)
         pytest(interpreter, "test_merge.py")
