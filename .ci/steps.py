@@ -439,7 +439,7 @@ def candle():
 BURN = ["--locked", "-q", "--manifest-path", "crates/burn/Cargo.toml"]
 
 
-@step("burn", "attention over tensors of burn: tests and licences")
+@step("burn", "attention over tensors of burn: tests and licences", full=True)
 def burn():
     run("cargo", "test", *BURN, env=OPERATORS)
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "burn")

@@ -22,7 +22,7 @@ Ours = namedtuple("Ours", "line key seconds rate limit unit threads compared")
 Case = namedtuple("Case", "key unit threads limit speeds")
 
 KINDS, DTYPES = ("prefill", "decode"), ("f32", "f16", "bf16")
-NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN"}
+NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
 
 # Colours on a light page, and on a dark one where a colour would not stand out from it.
 PAGE, INK, MUTED, GRID, AXIS = "#ffffff", "#1f2328", "#59636e", "#e7eaed", "#8c959f"

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""PyTorch's attention, FlashAttention-4 and flashtile's Python package on a CUDA device, in turns.
+"""PyTorch's attention, FlashAttention-4, FlashInfer and flashtile's Python package on a CUDA device, in turns.
 
     cuda_torch.py OUT.jsonl prefill D S [BATCH [HEADS [KV_HEADS [VALUE_DIM [WINDOW]]]]] -- decode D KEYS BATCH HEADS KV_HEADS -- ...
 
 Each group of arguments is one problem in bf16; prefill is measured with and without a causal mask, with a window of WINDOW keys before
 a query only with it. Measured are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN; FlashAttention-4 for
-prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows; and flashtile if its package is.
+prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows; FlashInfer over pages of 16 tokens for
+decode if its package is (PyPI: flashinfer-python; it compiles its kernels first, by nvcc and ninja); and flashtile if its package is.
 A round replays one CUDA graph of each in random order, so that all of them find the device at the same temperature and power; the
 second-level cache is emptied before each replay. Times are medians over all rounds.
 
@@ -27,6 +28,10 @@ try:
 except ImportError:
     flash_attn_func = None
 try:
+    import flashinfer
+except ImportError:
+    flashinfer = None
+try:
     import flashtile
 except ImportError:
     flashtile = None
@@ -37,6 +42,34 @@ SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.15, 24, 200
 # Each answer is rounded to bf16, and so are the probabilities.
 TOLERANCE = 1e-2
 flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+PAGE_SIZE = 16
+
+
+def over_pages(q, k, v):
+    """A call of FlashInfer's decode over the keys and values in pages."""
+    b, hkv, s, d = k.shape
+    pages = s // PAGE_SIZE
+    # [pages, keys and values, tokens of a page, heads, dim]
+    pool = torch.stack([x.transpose(1, 2).reshape(b * pages, PAGE_SIZE, hkv, d) for x in (k, v)], dim=1).contiguous()
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    ends = torch.arange(b + 1, dtype=torch.int32, device="cuda") * pages
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace,
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=ends.clone(),
+        paged_kv_indices_buffer=torch.arange(b * pages, dtype=torch.int32, device="cuda"),
+        paged_kv_last_page_len_buffer=torch.full((b,), PAGE_SIZE, dtype=torch.int32, device="cuda"),
+    )
+    indices = torch.arange(b * pages, dtype=torch.int32, device="cuda")
+    full = torch.full((b,), PAGE_SIZE, dtype=torch.int32, device="cuda")
+    types = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(ends, indices, full, q.shape[1], hkv, d, PAGE_SIZE, pos_encoding_mode="NONE", **types)
+    rows = q[:, :, 0].contiguous()
+    return lambda: wrapper.run(rows, pool)[:, :, None]
 
 
 def implementations(problem, causal, q, k, v):
@@ -53,6 +86,8 @@ def implementations(problem, causal, q, k, v):
                     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
             yield name, sdpa
+    if flashinfer and problem["kind"] == "decode" and problem["d"] == problem["dv"] and problem["s"] % PAGE_SIZE == 0:
+        yield "flashinfer", over_pages(q, k, v)
     if flash_attn_func and problem["kind"] == "prefill":
         # Rows of all heads of a token are neighbours there.
         tokens = [x.transpose(1, 2).contiguous() for x in (q, k, v)]

@@ -271,3 +271,14 @@ fn regions(problem: &Problem, shape: &Shape, tables: &Tables) -> Option<Regions>
         len: region(0)?,
     })
 }
+
+/// The line of an explanation that says what becomes of shared prefixes, where a problem has any.
+#[must_use]
+pub fn prefix_line(problem: &Problem) -> Option<(&'static str, String)> {
+    let count = problem.desc().prefixes.len();
+    let (noun, verb) = if count == 1 { ("prefix", "is") } else { ("prefixes", "are") };
+    let said = || {
+        format!("{count} shared {noun} {verb} read by each sequence: kernels of GPUs do not share the reads")
+    };
+    (count > 0).then(|| ("prefix", said()))
+}

@@ -7,6 +7,7 @@ use flashtile_core::human::bytes;
 use flashtile_core::plan::{Explanation, Facts, Plan, PlanOptions, Rates, TileSize, Unsupported};
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
+use flashtile_gpu::plan::prefix_line;
 
 impl Plan for MetalPlan {
     fn problem(&self) -> &Problem {
@@ -96,7 +97,7 @@ impl Facts for MetalFacts {
                 self.threads_per_group,
                 size(self.shared_per_group)
             ),
-            lines: vec![
+            lines: [
                 ("kernel", plan.kernel()),
                 (
                     "tiles",
@@ -107,7 +108,10 @@ impl Facts for MetalFacts {
                 ),
                 ("groups", format!("{} threadgroups", plan.task_count())),
                 ("splits", format!("{}: {reason}", plan.splits())),
-            ],
+            ]
+            .into_iter()
+            .chain(prefix_line(plan.problem()))
+            .collect(),
             fields: vec![
                 ("cores", self.cores.into()),
                 ("threads_per_group", self.threads_per_group.into()),

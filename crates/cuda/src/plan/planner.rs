@@ -10,6 +10,7 @@ use flashtile_core::plan::{
 };
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
+use flashtile_gpu::plan::prefix_line;
 
 impl Plan for CudaPlan {
     fn problem(&self) -> &Problem {
@@ -114,6 +115,7 @@ impl Facts for CudaFacts {
         let mut lines: Vec<_> = plan.kernels().flat_map(of_kernel).collect();
         lines.push(("work tiles", plan.task_count().to_string()));
         lines.push(("splits", format!("{} at most: {}", plan.splits(), splits_reason(plan))));
+        lines.extend(prefix_line(plan.problem()));
         let fields = vec![
             ("capability", Field::from_iter([major as usize, minor as usize])),
             ("multiprocessors", self.multiprocessors.into()),
