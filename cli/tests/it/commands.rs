@@ -117,7 +117,8 @@ fn plans_of_steps_over_a_cache() {
     );
     assert_eq!(plan["kv_bytes"].as_f64().unwrap(), f64::from(8192 + 32 * 508) * 8.0 * 256.0 * 2.0);
     for device in ["h200", "m3-max"] {
-        let on_gpu = [&shape[..], &["--device", device, "--cached", "1:8700x32", "--shared", "8192"]].concat();
+        let on_gpu =
+            [&shape[..], &["--device", device, "--cached", "1:8700x32", "--shared", "8192"]].concat();
         let text = ok(&on_gpu);
         assert!(text.contains("1 shared prefix is read by each sequence"), "{text}");
     }

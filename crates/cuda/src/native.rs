@@ -369,7 +369,7 @@ fn scoring(problem: &Problem) -> ForwardParams {
     ForwardParams {
         window_left: bound(desc.visibility.left()),
         window_right: bound(desc.visibility.right()),
-        chunk: desc.visibility.chunk().map_or(0, |chunk| bound(Some(chunk))),
+        chunk: desc.visibility.chunk().map_or(0, |chunk| u32::try_from(chunk).unwrap_or(u32::MAX)),
         gqa_group: Divisor::new(dims.gqa_group()),
         q_heads: dims.q_heads as u32,
         q_len: dims.q_len as u32,

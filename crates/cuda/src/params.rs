@@ -75,8 +75,6 @@ device_struct! {
         /// Keys to either side; unbounded where negative.
         pub(super) window_left: i64,
         pub(super) window_right: i64,
-        /// Keys of a chunk, of which a query sees its own; 0 where there are none.
-        pub(super) chunk: i64,
         pub(super) page_size: Divisor,
         /// Blocks of a table that wraps around; 0 where it does not.
         pub(super) ring_blocks: Divisor,
@@ -106,7 +104,9 @@ device_struct! {
         pub(super) block_table_width: u32,
         /// Slopes from one sequence to the next; 0 where all sequences share them.
         pub(super) alibi_stride: u32,
-        pub(super) unused: u32,
+        /// Keys of a chunk, of which a query sees its own; 0 where there are none.
+        pub(super) chunk: u32,
+        pub(super) unused: [u32; 2],
     }
 }
 

@@ -35,11 +35,11 @@ struct KeyRange {
 DEVICE KeyRange visible_keys(const ForwardParams& p, const WorkTile& work_tile, i64 position) {
     u32 begin = p.window_left < 0 ? 0 : clamp(position - p.window_left, work_tile.kv_len);
     u32 end = p.window_right < 0 ? work_tile.kv_len : clamp(position + p.window_right + 1, work_tile.kv_len);
-    if (p.chunk > 0) {
-        // A position before key 0 is in no chunk that has keys.
-        i64 first = position / p.chunk * p.chunk;
-        begin = max(begin, clamp(first, work_tile.kv_len));
-        end = position < 0 ? 0 : min(end, clamp(first + p.chunk, work_tile.kv_len));
+    if (p.chunk) {
+        // Positions are below 2^32. One before key 0 is in no chunk that has keys.
+        u32 at = clamp(position, ~0u), first = at - at % p.chunk;
+        begin = max(begin, min(first, work_tile.kv_len));
+        end = position < 0 ? 0 : min(end, clamp((i64)first + p.chunk, work_tile.kv_len));
     }
     return {begin, end};
 }
