@@ -14,6 +14,7 @@ def attention(
     *,
     causal=False,
     window=(-1, -1),
+    attention_chunk=None,
     q_offset=None,
     scale=None,
     softcap=None,
@@ -40,6 +41,8 @@ def attention(
         q, k, v: numpy arrays (bfloat16 by ml_dtypes), PyTorch tensors on the CPU or an NVIDIA GPU, or other objects with `__dlpack__`.
         causal: whether a query sees only keys at or before its own position.
         window: keys that a query sees before and after its position, which itself does not count; -1 is an unbounded side.
+        attention_chunk: keys of a chunk, counted from key 0: a query at position `p` sees the keys `j` with `j // attention_chunk ==
+            p // attention_chunk` alone, as in the chunked layers of Llama 4, which are causal too. None and 0 are off.
         q_offset: the position of query 0: `"top_left"` puts it at key 0 (PyTorch), `"bottom_right"` puts the last query at the last key
             (FlashAttention), an integer at that key. Required where positions matter and there are more or fewer keys than queries, or
             `kv_lens`.
@@ -68,7 +71,9 @@ def attention(
         RuntimeError: where threads cannot start, the process was forked off one that has them, or a GPU, its driver or its compiler failed.
     """
     # In the order of `Options`, whose constructor takes a part of a small call.
-    options = (causal, window, q_offset, scale, softcap, mask, alibi_slopes, sinks, q_lens, kv_lens, cu_seqlens, layout, return_lse, None)
+    options = (
+        causal, window, attention_chunk, q_offset, scale, softcap, mask, alibi_slopes, sinks, q_lens, kv_lens, cu_seqlens, layout, return_lse, None,
+    )  # fmt: skip
     if is_torch(q):
         global _torch
         # An import statement takes as long as a small problem, each time.

@@ -161,6 +161,7 @@ class Step:
         *,
         causal=True,
         window=(-1, -1),
+        attention_chunk=None,
         q_offset=None,
         scale=None,
         softcap=None,
@@ -180,6 +181,7 @@ class Step:
         options = Options(
             causal=causal,
             window=window,
+            attention_chunk=attention_chunk,
             q_offset=q_offset,
             scale=scale,
             softcap=softcap,

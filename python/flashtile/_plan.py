@@ -22,6 +22,7 @@ def plan(
     dtype="f32",
     causal=False,
     window=(-1, -1),
+    attention_chunk=None,
     q_offset=None,
     scale=None,
     softcap=None,
@@ -66,6 +67,8 @@ def plan(
     sides = {side: integer("window", keys) for side, keys in zip(("left", "right"), window) if keys != -1}
     if causal:
         sides["right"] = 0
+    if attention_chunk is not None and (chunk := integer("attention_chunk", attention_chunk)):
+        sides["chunk"] = chunk
     if isinstance(q_offset, Integral):
         q_offset = {"at": int(q_offset)}
     elif q_offset not in (None, "top_left", "bottom_right"):

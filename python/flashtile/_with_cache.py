@@ -26,6 +26,7 @@ def attention_with_cache(
     cu_seqlens=None,
     causal=True,
     window=(-1, -1),
+    attention_chunk=None,
     q_offset="bottom_right",
     scale=None,
     softcap=None,
@@ -61,7 +62,7 @@ def attention_with_cache(
             where q has an entry for each sequence, the first rows of each, and out is 0 at the others.
         cu_seqlens: first row of each sequence in q, then the total; a pair of such lists where new tokens are others than the queries. With
             neither `q_lens` nor `cu_seqlens` each row of `(total, q_heads, dim)` is a sequence.
-        causal, window, q_offset, scale, softcap, alibi_slopes, sinks: as for `flashtile.attention`; causal is True here.
+        causal, window, attention_chunk, q_offset, scale, softcap, alibi_slopes, sinks: as for `flashtile.attention`; causal is True here.
         mask: as for `flashtile.attention`, `(sequences, heads, longest queries, longest keys)`.
         layout: `"bhsd"`, or `"bshd"`: the order that FlashAttention and vLLM call NHD.
         return_lse: whether the result is `(out, lse)`: `(q_heads, total)` for packed queries, else `(batch, q_heads, q_len)`.
@@ -82,6 +83,7 @@ def attention_with_cache(
     options = Options(
         causal=causal,
         window=window,
+        attention_chunk=attention_chunk,
         q_offset=q_offset,
         scale=scale,
         softcap=softcap,

@@ -77,6 +77,8 @@ impl Numbers {
 pub(crate) struct Options {
     causal: bool,
     window: (Option<usize>, Option<usize>),
+    /// Keys of a chunk; 0 is no chunks.
+    chunk: usize,
     q_offset: Option<QOffset>,
     scale: Option<f32>,
     softcap: Option<f32>,
@@ -92,9 +94,10 @@ pub(crate) struct Options {
 }
 
 /// Names of the options, in the order of the tuple that holds them. The last is a pair: a CUDA device and a handle.
-pub(crate) const NAMES: [&str; 14] = [
+pub(crate) const NAMES: [&str; 15] = [
     "causal",
     "window",
+    "attention_chunk",
     "q_offset",
     "scale",
     "softcap",
@@ -147,6 +150,7 @@ impl Options {
         let [
             causal,
             window,
+            chunk,
             q_offset,
             scale,
             softcap,
@@ -175,6 +179,7 @@ impl Options {
         Ok(Self {
             causal: flag(causal)?.unwrap_or_default(),
             window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
+            chunk: chunk.map(keys_of_chunk).transpose()?.unwrap_or_default(),
             q_offset: q_offset.map(|of| offset(&of.value)).transpose()?,
             scale: number(scale)?,
             // As other libraries say that there is none.
@@ -243,7 +248,8 @@ impl Options {
     /// Sets everything but the mask in the description of a problem.
     pub(crate) fn set(&self, desc: &mut ProblemDesc) {
         desc.visibility = if self.causal { Visibility::causal() } else { Visibility::default() }
-            .and(Visibility::window(self.window.0, self.window.1));
+            .and(Visibility::window(self.window.0, self.window.1))
+            .chunked(self.chunk);
         desc.q_offset = self.q_offset;
         desc.scale = self.scale;
         desc.softcap = self.softcap;
@@ -261,7 +267,7 @@ impl Options {
     /// The options as an [`Attention`] for tensors of the host.
     pub(crate) fn attention(&self) -> PyResult<Attention<'_>> {
         let mut attention = if self.causal { Attention::causal() } else { Attention::full() };
-        attention = attention.window(self.window.0, self.window.1);
+        attention = attention.window(self.window.0, self.window.1).chunked(self.chunk);
         attention.q_offset = self.q_offset;
         attention.scale = self.scale;
         attention.softcap = self.softcap;
@@ -376,6 +382,15 @@ fn sides((left, right): (i64, i64)) -> PyResult<(Option<usize>, Option<usize>)> 
         }),
     };
     Ok((side(left)?, side(right)?))
+}
+
+fn keys_of_chunk(of: Named<'_>) -> PyResult<usize> {
+    let keys: i64 = of.extract("the keys of a chunk, or 0 for no chunks")?;
+    usize::try_from(keys).map_err(|_| {
+        PyValueError::new_err(format!(
+            "attention_chunk is {keys}, expected the keys of a chunk, or 0 for no chunks"
+        ))
+    })
 }
 
 fn offset(value: &Bound<'_, PyAny>) -> PyResult<QOffset> {

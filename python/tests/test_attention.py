@@ -79,6 +79,30 @@ def test_offsets(rng, offset, at):
     close(attention(q, k, v, causal=True, q_offset=offset), want)
 
 
+def chunks(q_len, kv_len, size, at=0):
+    return (numpy.arange(q_len)[:, None] + at) // size == numpy.arange(kv_len)[None, :] // size
+
+
+def test_chunks(rng):
+    """With causality and windows, at any offset, dense and packed."""
+    q, k, v = qkv(rng)
+    for size in (1, 5, 16, 33, 40):
+        out, lse = attention(q, k, v, causal=True, attention_chunk=size, return_lse=True)
+        want, want_lse = reference(q, k, v, visible=causal(33, 33) & chunks(33, 33, size))
+        close(out, want)
+        close(lse, want_lse)
+        out = attention(q[:, :, :5], k, v, attention_chunk=size, window=(3, -1), q_offset="bottom_right")
+        close(out, reference(q[:, :, :5], k, v, visible=(numpy.arange(33) >= numpy.arange(25, 30)[:, None]) & chunks(5, 33, size, 28))[0])
+        packed = [x[0].swapaxes(0, 1) for x in (q, k, v)]
+        out = attention(*packed, cu_seqlens=[0, 10, 33], causal=True, attention_chunk=size)
+        for begin, end in [(0, 10), (10, 33)]:
+            one = [x[:1, :, begin:end] for x in (q, k, v)]
+            want, _ = reference(*one, visible=causal(end - begin, end - begin) & chunks(end - begin, end - begin, size))
+            close(out[begin:end], want[0].swapaxes(0, 1))
+    for off in (None, 0, numpy.int64(0)):
+        assert numpy.array_equal(attention(q, k, v, causal=True, attention_chunk=off), attention(q, k, v, causal=True))
+
+
 def test_masks(rng):
     q, k, v = qkv(rng, lens=(6, 9))
     visible = rng.random((2, 1, 6, 9)) < 0.6
@@ -260,6 +284,9 @@ def test_errors_of_options(rng):
     refused(ValueError, "q_offset is 'left', expected", q, k, v, causal=True, q_offset="left")
     refused(ValueError, r"window is \(-2, 0\)", q, k, v, window=(-2, 0))
     refused(TypeError, "window is 3, expected two integers", q, k, v, window=3)
+    refused(ValueError, "attention_chunk is -1, expected the keys of a chunk, or 0", q, k, v, attention_chunk=-1)
+    refused(TypeError, "attention_chunk is 1.5, expected the keys of a chunk, or 0", q, k, v, attention_chunk=1.5)
+    refused(ValueError, "q_offset", q, k, v, attention_chunk=2)
     refused(ValueError, "layout is 'hbsd'", q, k, v, layout="hbsd")
     refused(ValueError, "scale", q, k, v, scale=float("nan"))
     refused(TypeError, "scale is 'x', expected a number", q, k, v, scale="x")

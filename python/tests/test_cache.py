@@ -6,8 +6,9 @@ import sys
 
 import numpy
 import pytest
+from conftest import reference
 from flashtile import KvCache, attention
-from test_attention import normal
+from test_attention import causal, chunks, close, normal
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 32}
 
@@ -43,6 +44,15 @@ def test_steps_are_attention(rng, layout):
         got[begin:end] = out[end - begin :]
     assert numpy.array_equal(got, want[1])
     assert (cache.len(a), cache.len(b)) == (9, 9)
+
+
+def test_chunks_of_keys(rng):
+    """A step sees the keys of its own chunk, counted from the first token of the sequence."""
+    cache = KvCache(**SHAPE, k="f32", v="f32")
+    seq, (q, k, v) = cache.create(), tokens(rng, 9)
+    want, _ = reference(*(x.swapaxes(0, 1)[None] for x in (q, k, v)), visible=causal(9, 9) & chunks(9, 9, 4))
+    got = [run(cache, [(seq, end - begin)], [(q[begin:end], k[begin:end], v[begin:end])] * 2, attention_chunk=4) for begin, end in [(0, 6), (6, 7), (7, 9)]]
+    close(numpy.concatenate(got), want[0].swapaxes(0, 1))
 
 
 def test_out_and_logsumexp(rng):

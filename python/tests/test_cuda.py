@@ -49,6 +49,7 @@ def test_every_option_as_on_the_cpu(qkv):
     packed = [x[0].transpose(0, 1) for x in qkv]
     cases = [
         (qkv, {"causal": True, "window": (5, 0), "return_lse": True}),
+        (qkv, {"causal": True, "attention_chunk": 10}),
         (qkv, {"mask": visible, "softcap": 3.0, "return_lse": True}),
         (qkv, {"mask": visible[0, 0]}),
         (qkv, {"mask": bias, "scale": 0.3}),
@@ -97,6 +98,7 @@ def test_caches_of_the_caller(dtype, layout, paged):
     cases = [
         {"k": k, "v": v, "cu_seqlens": starts, "cache_lens": lens},
         {"cu_seqlens": starts, "cache_lens": lens + torch.tensor([1, 4, 4]), "window": (5, 0), "softcap": 3.0},
+        {"cu_seqlens": starts, "cache_lens": lens + torch.tensor([1, 4, 4]), "attention_chunk": 8},
         {"cu_seqlens": starts, "q_lens": [1, 2, 3], "cache_lens": [9, 33, 3], "sinks": [0.5, -1.0, 2.0, 0.0], "causal": False},
         {"q_lens": [2, 3, 4], "cache_lens": [9, 33, 4], "mask": torch.rand(3, 1, 4, 33) < 0.6},
     ]

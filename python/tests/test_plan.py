@@ -14,6 +14,10 @@ def test_a_plan():
     assert made["problem"]["visibility"] == {"left": 1023, "right": 0}
     # Rows see 1, 2, .. 1024 keys, and 1024 from there on.
     assert made["visible_pairs"] == 1024 * 1025 // 2 + 3072 * 1024
+    chunked = plan(**LLAMA, q_len=4096, attention_chunk=1024, machine="avx512-64core")
+    assert chunked["problem"]["visibility"] == {"left": None, "right": 0, "chunk": 1024}
+    assert chunked["visible_pairs"] == 4 * (1024 * 1025 // 2)
+    assert plan(**LLAMA, q_len=8, attention_chunk=0, machine="h200")["visible_pairs"] == 8 * 9 // 2
     assert made["tasks"] > 64 and made["workspace_bytes"] > 0 and 0 <= made["idle"] < 1
 
 
@@ -79,6 +83,7 @@ def test_errors_of_plans():
         ({"head_dim": "64"}, TypeError, "head_dim is '64', expected an integer"),
         ({"heads": 1.5}, TypeError, "heads is 1.5, expected an integer"),
         ({"window": (-2, 0)}, ValueError, "window is -2, expected 0 or more"),
+        ({"attention_chunk": -1}, ValueError, "attention_chunk is -1, expected 0 or more"),
         ({"causal": True, "kv_len": 9, "q_offset": "left"}, ValueError, "q_offset is 'left', expected 'top_left', 'bottom_right' or the key"),
         ({"causal": True, "kv_len": 9}, ValueError, "needs q_offset: 'top_left', 'bottom_right' or the key position of query 0"),
     ],

@@ -419,6 +419,7 @@ def test_opcheck(qkv):
     cases = [
         (qkv, {}),
         (qkv, {"causal": True, "left": 5, "return_lse": True, "softcap": 2.0, "sinks": torch.zeros(4)}),
+        (qkv, {"causal": True, "attention_chunk": 8}),
         ([x.transpose(1, 2) for x in qkv], {"layout": "bshd", "return_lse": True}),
         (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "return_lse": True}),
         (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "q_lens": torch.tensor([3, 20]), "kv_lens": torch.tensor([9, 23])}),
@@ -451,7 +452,7 @@ def test_compiled(qkv, backend):
 
     def layer(q, k, v, mask, starts):
         out, lse = attention(q * 2, k, v, mask=mask, scale=0.3, return_lse=True)
-        packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), cu_seqlens=starts, causal=True, q_offset="bottom_right")
+        packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), cu_seqlens=starts, causal=True, attention_chunk=6, q_offset="bottom_right")
         return out + 1, lse.exp(), packed * 2, attention(q, k, v, layout="bhsd", causal=True, window=(3, -1), q_offset=0)
 
     torch._dynamo.reset()

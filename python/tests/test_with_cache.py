@@ -26,18 +26,19 @@ def normal(rng, *shape, dtype=numpy.float32):
     return rng.standard_normal(shape, dtype=numpy.float32).astype(dtype)
 
 
-def visible(q_len, kv_len, causal, window=(-1, -1)):
+def visible(q_len, kv_len, causal, window=(-1, -1), attention_chunk=0):
     """Keys that the last tokens of a sequence see."""
     p, j = numpy.arange(q_len)[:, None] + kv_len - q_len, numpy.arange(kv_len)[None, :]
     left, right = window
     right = 0 if causal else right
-    return (j >= p - left if left >= 0 else True) & (j <= p + right if right >= 0 else True) & numpy.ones((q_len, kv_len), bool)
+    chunk = p // attention_chunk == j // attention_chunk if attention_chunk else True
+    return chunk & (j >= p - left if left >= 0 else True) & (j <= p + right if right >= 0 else True) & numpy.ones((q_len, kv_len), bool)
 
 
-def expected(q, k, v, causal=True, window=(-1, -1), **options):
+def expected(q, k, v, causal=True, window=(-1, -1), attention_chunk=0, **options):
     """Out `(queries, heads, dim)` and logsumexp `(heads, queries)` of one sequence, whose tensors are `(tokens, heads, dim)`."""
     of = [numpy.asarray(x).astype(numpy.float64).swapaxes(0, 1)[None] for x in (q, k, v)]
-    out, lse = reference(*of, visible=visible(len(q), len(k), causal, window), **options)
+    out, lse = reference(*of, visible=visible(len(q), len(k), causal, window, attention_chunk), **options)
     return out[0].swapaxes(0, 1), lse[0]
 
 
@@ -81,7 +82,7 @@ def close(got, want, dtype="float32"):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("q_heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("new", [0, 1, 5])
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"causal": False, "window": (-1, 0)}, {"window": (7, 0)}, {"causal": False, "window": (3, 2), "softcap": 4.0, "sinks": [0.5] * 6}])
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"causal": False, "window": (-1, 0)}, {"window": (7, 0)}, {"attention_chunk": 6}, {"causal": False, "window": (3, 2), "softcap": 4.0, "sinks": [0.5] * 6}])
 def test_slots_and_pages(rng, dtype, paged, q_heads, kv_heads, new, options):
     """`flash_attn_with_kvcache`: q has an entry for each sequence; some calls append."""
     lens, q_len = [9, 33, 0, 16], max(new, 3)
