@@ -19,6 +19,7 @@ class Dlpack(Protocol):
 # Arrays of numpy and tensors of PyTorch: the result has the type of q.
 Array = TypeVar("Array", bound=Dlpack)
 Layout = Literal["bhsd", "bshd"]
+CacheLayout = Literal["paged", "contiguous", "ring"]
 Offset = Literal["top_left", "bottom_right"] | int
 Numbers = List[float] | Dlpack
 Lengths = List[int] | Dlpack
@@ -160,9 +161,29 @@ def kv_report(
     rows: int = 64,
 ) -> dict[str, Any]: ...
 
+class Layers:
+    """A number of layers of a `KvCache` that follow each other and are alike."""
+
+    def __init__(
+        self,
+        count: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        layout: CacheLayout = "paged",
+        pages: int = 1024,
+        page_size: int = 16,
+        slots: int | None = None,
+        capacity: int | None = None,
+        k: str = "int8",
+        v: str = "tq5",
+    ) -> None: ...
+
 class KvCache:
     """Keys and values of many sequences, for all layers of a model, as elements or quantized."""
 
+    @overload
     def __init__(
         self,
         layers: int,
@@ -170,15 +191,17 @@ class KvCache:
         head_dim: int,
         *,
         value_dim: int | None = None,
-        layout: Literal["paged", "contiguous", "ring"] = "paged",
+        layout: CacheLayout = "paged",
         pages: int = 1024,
         page_size: int = 16,
         slots: int | None = None,
         capacity: int | None = None,
         k: str = "int8",
         v: str = "tq5",
-        center: ArrayLike | None = None,
+        center: ArrayLike | List[ArrayLike | None] | None = None,
     ) -> None: ...
+    @overload
+    def __init__(self, layers: List[Layers], *, center: ArrayLike | List[ArrayLike | None] | None = None) -> None: ...
     def create(self) -> Sequence: ...
     def fork(self, sequence: Sequence) -> Sequence: ...
     def remove(self, sequence: Sequence) -> None: ...

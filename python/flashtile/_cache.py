@@ -9,49 +9,59 @@ from ._arrays import checked, lent, maker, written
 from ._options import Options, integer
 
 
-def _means(center, shape):
-    """The means of the keys as lists `[layers][kv_heads * head_dim]`; None where keys are stored as they are."""
+def _means(center, layers):
+    """For each layer the mean of its keys as a list, or None where they are stored as they are; an empty list where all are. `layers` are
+    `Layers`."""
     if center is None or center is False:
-        return None
+        return []
+    counts, shapes = [each._count for each in layers], [(each._desc["kv_heads"], each._desc["head_dim"]) for each in layers]
+    alike = len(set(shapes)) == 1
+    whole = (sum(counts), *shapes[0]) if alike else None
     if center is True:
+        expected = f"an array (layers, kv_heads, head_dim), {whole}" if alike else "a list with an array (kv_heads, head_dim) for each layer"
         raise ValueError(
-            f"center=True names no mean: expected an array (layers, kv_heads, head_dim), {shape}, such as k.mean(axis=0) of the keys "
+            f"center=True names no mean: expected {expected}, such as k.mean(axis=0) of the keys "
             "(tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
         )
+    if isinstance(center, (list, tuple)):
+        if len(center) != sum(counts):
+            raise ValueError(f"center has {len(center)} entries, expected an array or None for each of {sum(counts)} layers")
+        of_layers = [shape for count, shape in zip(counts, shapes) for _ in range(count)]
+        return [None if mean is None else _mean(f"center[{layer}]", mean, shape) for layer, (mean, shape) in enumerate(zip(center, of_layers))]
+    if not alike:
+        raise ValueError("center is an array, and layers differ: expected a list with an array (kv_heads, head_dim) or None for each layer")
     means = numpy.asarray(center, numpy.float32)
-    if means.shape != shape:
-        raise ValueError(f"center has shape {means.shape}, expected (layers, kv_heads, head_dim), {shape}")
-    return means.reshape(shape[0], -1).tolist()
+    if means.shape != whole:
+        raise ValueError(f"center has shape {means.shape}, expected (layers, kv_heads, head_dim), {whole}")
+    return means.reshape(whole[0], -1).tolist()
 
 
-class KvCache:
-    """Keys and values of many sequences, for all layers of a model, as elements or quantized.
+def _mean(name, mean, shape):
+    mean = numpy.asarray(mean, numpy.float32)
+    if mean.shape != shape:
+        raise ValueError(f"{name} has shape {mean.shape}, expected (kv_heads, head_dim), {shape}")
+    return mean.ravel().tolist()
 
-        cache = KvCache(layers=2, kv_heads=2, head_dim=64, k="int8", v="int8")
-        a, b = cache.create(), cache.create()
-        with cache.step([(a, 40), (b, 1)]) as step:  # 40 tokens of a prompt, and one token of another sequence
-            for layer in range(2):
-                out = step.attend(layer, q, k, v)  # (41, q_heads, 64) from (41, heads, 64)
+
+class Layers:
+    """A number of layers of a `KvCache` that follow each other and are alike.
 
     Args:
-        layers, kv_heads, head_dim: as the model has them.
+        count, kv_heads, head_dim: layers, and as the model has them.
         value_dim: elements of a value; None is `head_dim`.
         layout: `"paged"`: pages as sequences grow, which forks share; `"contiguous"`: a slot of `capacity` tokens a sequence; `"ring"`: a
             slot that overwrites its oldest tokens, for sliding windows.
-        pages, page_size: pages of the cache and tokens of a page, of `"paged"`.
+        pages, page_size: pages and tokens of a page, of `"paged"`.
         slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
         k, v: codecs of keys and values: f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
-        center: an array `(layers, kv_heads, head_dim)`, subtracted from keys before they are quantized, which leaves softmax as it is: for
-            keys with a large constant part. It is a constant of the model: for each layer `k.mean(axis=0)` over the tokens of a
-            representative prompt. None or False: keys are stored as they are.
 
     Raises:
-        ValueError: where the description is wrong. MemoryError: where there is no memory.
+        ValueError, TypeError: where an argument is wrong.
     """
 
     def __init__(
         self,
-        layers,
+        count,
         kv_heads,
         head_dim,
         *,
@@ -63,7 +73,6 @@ class KvCache:
         capacity=None,
         k="int8",
         v="tq5",
-        center=None,
     ):
         if layout == "paged":
             if slots is not None or capacity is not None:
@@ -78,25 +87,79 @@ class KvCache:
         for name, codec in (("k", k), ("v", v)):
             if codec not in _flashtile.CODECS:
                 raise ValueError(f"{name} is {codec!r}, expected a codec: {', '.join(_flashtile.CODECS)}")
-        sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+        sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         sizes, tokens = ({name: integer(name, size) for name, size in of.items()} for of in (sizes, tokens))
+        self._count = integer("count", count)
         self._desc = {"layout": {layout: tokens}, **sizes, "k": k, "v": v}
-        self._cache = _flashtile.Cache(json.dumps(self._desc), _means(center, (sizes["layers"], sizes["kv_heads"], sizes["head_dim"])))
 
     def __repr__(self):
-        desc = self._desc
-        ((layout, tokens),) = desc["layout"].items()
-        (count, of), (_, size) = tokens.items()
-        dims = desc["head_dim"] if desc["head_dim"] == desc["value_dim"] else f"{desc['head_dim']} and {desc['value_dim']}"
+        return f"<Layers {_described(self._count, self._desc)}>"
+
+
+def _described(count, desc):
+    ((layout, tokens),) = desc["layout"].items()
+    (name, of), (_, size) = tokens.items()
+    dims = desc["head_dim"] if desc["head_dim"] == desc["value_dim"] else f"{desc['head_dim']} and {desc['value_dim']}"
+    return f"{layout}, {of} {name} of {size} tokens; {count} layers, {desc['kv_heads']} heads of {dims}; k {desc['k']}, v {desc['v']}"
+
+
+class KvCache:
+    """Keys and values of many sequences, for all layers of a model, as elements or quantized.
+
+        cache = KvCache(layers=2, kv_heads=2, head_dim=64, k="int8", v="int8")
+        a, b = cache.create(), cache.create()
+        with cache.step([(a, 40), (b, 1)]) as step:  # 40 tokens of a prompt, and one token of another sequence
+            for layer in range(2):
+                out = step.attend(layer, q, k, v)  # (41, q_heads, 64) from (41, heads, 64)
+
+    Layers that differ are a list of `Layers`, in the order of the model: a window of 128 keys and all keys by turns, for steps of up to 64
+    tokens, is
+
+        window = Layers(1, 8, 64, layout="ring", slots=4, capacity=128 + 64, k="bf16", v="bf16")
+        cache = KvCache([window, Layers(1, 8, 64, pages=1024)] * 12)
+
+    Layers with equal descriptions share pages or slots, whatever lies between them; each kind of layers has its own. A sequence has the same length in
+    all layers, of which rings keep the last tokens: it is truncated to what every layer keeps at most.
+
+    Args:
+        layers: the number of layers; `kv_heads`, `head_dim`, `value_dim`, `layout`, `pages`, `page_size`, `slots`, `capacity`, `k` and `v` are
+            as for `Layers` then. Or a list of `Layers`, which have these.
+        center: an array `(layers, kv_heads, head_dim)`, or a list with an array `(kv_heads, head_dim)` or None for each layer, subtracted
+            from keys before they are quantized, which leaves softmax as it is: for keys with a large constant part. It is a constant of the
+            model: for each layer `k.mean(axis=0)` over the tokens of a representative prompt. None or False: keys are stored as they are.
+
+    Raises:
+        ValueError: where a description is wrong. MemoryError: where there is no memory.
+    """
+
+    def __init__(self, layers, kv_heads=None, head_dim=None, *, center=None, **of_all):
+        if isinstance(layers, (list, tuple)):
+            of_all |= {name: size for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)) if size is not None}
+            if of_all:
+                raise ValueError(f"layers is a list, whose Layers have {', '.join(of_all)} of their own: give it there")
+            for at, each in enumerate(layers):
+                if not isinstance(each, Layers):
+                    raise TypeError(f"layers[{at}] is {each!r}, expected flashtile.Layers")
+        else:
+            layers = [Layers(integer("layers", layers), kv_heads, head_dim, **of_all)]
+        self._layers = list(layers)
+        descs = [{"layers": each._count, **each._desc} for each in layers]
+        self._cache = _flashtile.Cache(json.dumps(descs), _means(center, layers))
+
+    def __repr__(self):
+        kinds = []
+        for each in self._layers:
+            kind = next((kind for kind in kinds if kind[1] == each._desc), None)
+            if kind is None:
+                kinds.append([each._count, each._desc])
+            else:
+                kind[0] += each._count
         try:
             memory = self.memory()
             held = f"{memory['sequences']} sequences, {memory['tokens']} tokens, {memory['bytes_used']} of {memory['bytes_reserved']} bytes"
         except RuntimeError as error:
             held = error
-        return (
-            f"<KvCache {layout}, {of} {count} of {size} tokens; {desc['layers']} layers, {desc['kv_heads']} heads of {dims}; "
-            f"k {desc['k']}, v {desc['v']}; {held}>"
-        )
+        return f"<KvCache {' | '.join(_described(*kind) for kind in kinds)}; {held}>"
 
     def create(self):
         """A new, empty sequence."""

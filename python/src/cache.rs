@@ -5,7 +5,8 @@ use crate::failure::{described_wrong, refused, step_refused};
 use crate::memory::{Axes, Memory};
 use crate::options::Options;
 use crate::process;
-use flashtile::{CacheDesc, KvCache, KvCacheExt, SeqId, SequencesRef, StepTensors};
+use flashtile::cache::CacheLayout;
+use flashtile::{CacheDesc, HybridCache, KvCacheExt, SeqId, SequencesRef, StepTensors};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -25,7 +26,7 @@ impl Sequence {
 }
 
 /// Where a cache is while no step is open.
-type Home = Arc<Mutex<Option<KvCache>>>;
+type Home = Arc<Mutex<Option<HybridCache>>>;
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
@@ -38,7 +39,11 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    fn with<T>(&self, py: Python<'_>, run: impl FnOnce(&mut KvCache) -> flashtile::Result<T>) -> PyResult<T> {
+    fn with<T>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut HybridCache) -> flashtile::Result<T>,
+    ) -> PyResult<T> {
         process::check()?;
         // The interpreter is kept as long as the lock, so that no other thread forks meanwhile. A thread that waits for the lock gives the
         // interpreter to the one that has it.
@@ -59,13 +64,15 @@ fn open() -> PyErr {
 
 #[pymethods]
 impl Cache {
-    /// An empty cache with a description in JSON, and the means `[layers][kv_heads * head_dim]` of its keys.
+    /// An empty cache with descriptions of its layers in JSON, and for each layer the mean `[kv_heads * head_dim]` of its keys, if there is one.
     #[new]
-    fn new(desc: &str, means: Option<Vec<Vec<f32>>>) -> PyResult<Self> {
-        let desc: CacheDesc = serde_json::from_str(desc).map_err(|error| described_wrong(&error))?;
-        let mut cache = KvCache::new(desc).map_err(refused)?;
-        for (layer, mean) in means.iter().flatten().enumerate() {
-            cache.set_key_mean(layer, mean).map_err(refused)?;
+    fn new(layers: &str, means: Vec<Option<Vec<f32>>>) -> PyResult<Self> {
+        let layers: Vec<CacheDesc> = serde_json::from_str(layers).map_err(|error| described_wrong(&error))?;
+        let mut cache = HybridCache::new(&layers).map_err(refused)?;
+        for (layer, mean) in means.iter().enumerate() {
+            if let Some(mean) = mean {
+                cache.set_key_mean(layer, mean).map_err(refused)?;
+            }
         }
         Ok(Self { home: Arc::new(Mutex::new(Some(cache))) })
     }
@@ -119,13 +126,13 @@ impl Cache {
         let running = py.detach(|| {
             let mut place = lock(&home);
             let cache = place.take().ok_or_else(open)?;
-            let layout = cache.desc().layout;
+            let layouts: Vec<CacheLayout> = cache.groups().iter().map(|group| group.desc().layout).collect();
             let begun = Running::try_new_or_recover(MutBorrow::new(cache), |cache| {
                 cache.borrow_mut().step(&batch).map(Some)
             });
             begun.map_err(|(cache, error)| {
                 *place = Some(cache.into_inner());
-                step_refused(error, layout)
+                step_refused(error, &layouts)
             })
         })?;
         Ok(Step { running: Mutex::new(Some(running)), home })
@@ -137,7 +144,7 @@ type Begun<'c> = Option<flashtile::Step<'c>>;
 
 self_cell!(
     struct Running {
-        owner: MutBorrow<KvCache>,
+        owner: MutBorrow<HybridCache>,
 
         #[covariant]
         dependent: Begun,

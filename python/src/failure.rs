@@ -33,18 +33,24 @@ const OFFSETS_OF_PYTHON: &str = "'top_left', 'bottom_right' or the key position 
 const FORGOTTEN: &str = "the tokens before were forgotten, or overwritten in a ring. Give window=(left, 0) with a left that does not reach \
                          them; a ring needs a capacity of left plus the tokens of a step";
 
-/// [`refused`], of a step that adds tokens to a cache of this layout.
-pub(crate) fn step_refused(error: Error, layout: CacheLayout) -> PyErr {
-    let remedy = match (&error, layout) {
-        (Error::Cache(CacheError::Capacity { .. }), CacheLayout::Ring { .. }) => {
+/// [`refused`], of a step that adds tokens to a cache whose layers have these layouts.
+pub(crate) fn step_refused(error: Error, layouts: &[CacheLayout]) -> PyErr {
+    let holds = |layout: &&CacheLayout| match (&error, layout) {
+        (
+            Error::Cache(CacheError::Capacity { capacity: exceeded, .. }),
+            CacheLayout::Ring { capacity, .. } | CacheLayout::Contiguous { capacity, .. },
+        ) => capacity == exceeded,
+        (Error::Cache(CacheError::OutOfPages { .. }), CacheLayout::Paged { .. }) => true,
+        _ => false,
+    };
+    let remedy = match layouts.iter().find(holds) {
+        Some(CacheLayout::Ring { .. }) => {
             "a step of a ring has at most its capacity: give the prompt in several steps"
         }
-        (Error::Cache(CacheError::Capacity { .. }), CacheLayout::Contiguous { .. }) => {
+        Some(CacheLayout::Contiguous { .. }) => {
             "forget frees no room in a slot: make capacity larger, or take layout='ring' for windows, or 'paged'"
         }
-        (Error::Cache(CacheError::OutOfPages { .. }), CacheLayout::Paged { .. }) => {
-            "remove, truncate or forget frees pages, or make pages more"
-        }
+        Some(CacheLayout::Paged { .. }) => "remove, truncate or forget frees pages, or make pages more",
         _ => return refused(error),
     };
     PyValueError::new_err(format!("{error}: {remedy}"))

@@ -7,7 +7,7 @@ import sys
 import numpy
 import pytest
 from conftest import reference
-from flashtile import KvCache, attention
+from flashtile import KvCache, Layers, attention
 from test_attention import causal, chunks, close, normal
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 32}
@@ -142,6 +142,101 @@ def test_a_wrong_description_is_named(given, error, text):
     assert "column" not in str(raised.value)
 
 
+WINDOW = Layers(1, 2, 32, layout="ring", slots=2, capacity=8, k="bf16", v="bf16")
+FULL = Layers(1, 2, 32, pages=16, page_size=4, k="int8", v="tq4")
+
+
+# Five windows to a full layer, whose heads are others.
+LOCAL = Layers(5, 2, 32, layout="ring", slots=2, capacity=8, k="f32", v="f32")
+GLOBAL = Layers(1, 1, 64, value_dim=32, pages=16, page_size=4)
+
+
+@pytest.mark.parametrize(
+    "layers, shapes, places",
+    [
+        ([WINDOW, FULL] * 3, [(2, 32), (2, 32)], [(layer % 2, layer // 2) for layer in range(6)]),
+        ([LOCAL, GLOBAL], [(2, 32), (1, 64)], [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]),
+    ],
+    ids=["gpt-oss", "gemma"],
+)
+def test_layers_that_differ(rng, layers, shapes, places):
+    """Windows in rings beside full layers in pages give the bits of a cache of each kind, in as many bytes."""
+    options = [{"window": (3, 0), "sinks": [0.1, 0.2, 0.3, 0.4]}, {"softcap": 9.0}]
+    mixed, apart = KvCache(layers), [KvCache([each for each in layers if each is kind]) for kind in layers[:2]]
+    names = [[cache.create() for cache in (mixed, *apart)] for _ in range(2)]
+    for batch in ([(0, 5)], [(0, 1), (1, 4)], [(1, 1), (0, 4)]):
+        steps = [cache.step([(names[name][at], count) for name, count in batch]) for at, cache in enumerate((mixed, *apart))]
+        count = sum(count for _, count in batch)
+        for layer, (kind, at) in enumerate(places):
+            heads, dim = shapes[kind]
+            q, k, v = normal(rng, count, 4, dim), normal(rng, count, heads, dim), normal(rng, count, heads, 32)
+            got, want = steps[0].attend(layer, q, k, v, **options[kind]), steps[1 + kind].attend(at, q, k, v, **options[kind])
+            assert numpy.array_equal(got, want), (batch, layer)
+        for step in steps:
+            step.finish()
+    held, parts = mixed.memory(), [cache.memory() for cache in apart]
+    assert all(held[name] == sum(part[name] for part in parts) for name in ("bytes_reserved", "bytes_used", "pages", "pages_free"))
+    assert (held["sequences"], [mixed.len(of) for of, *_ in names]) == (2, [10, 5])
+    mixed.truncate(names[0][0], 9)
+    with pytest.raises(ValueError, match="position 1 of .* is outside 2..=9"):
+        mixed.truncate(names[0][0], 1)
+    mixed.remove(names[1][0])
+    fork = mixed.fork(names[0][0])
+    mixed.forget(fork, 6)
+    assert (mixed.len(fork), mixed.len(names[0][0]), mixed.memory()["sequences"]) == (9, 9, 2)
+
+
+def test_bytes_of_layers():
+    """Slots of 8 tokens in bf16, and pages of codes with an f16 scale for each row of a head."""
+    ring, paged = (KvCache([each]).memory()["bytes_reserved"] for each in (WINDOW, FULL))
+    assert ring == 2 * 8 * 2 * (32 + 32) * 2
+    assert KvCache([WINDOW, FULL, WINDOW]).memory()["bytes_reserved"] == 2 * ring + paged
+    assert KvCache([FULL] * 3).memory() == KvCache(3, 2, 32, pages=16, page_size=4, k="int8", v="tq4").memory()
+
+
+def test_means_of_layers(rng):
+    """An array for a layer, and none for the layers that have none."""
+    mean = normal(rng, 2, 32)
+    layer, answers = tokens(rng, 9), []
+    for layers, center in (([FULL, FULL], None), ([FULL, WINDOW, FULL], [None, None, mean]), ([FULL, FULL], [None, mean.tolist()])):
+        cache = KvCache(layers, center=center)
+        with cache.step([(cache.create(), 8)]) as step:
+            answers.append([step.attend(at, *(x[:8] for x in layer)) for at in range(len(layers))])
+    (plain, _), (first, _, third), (again, second) = answers
+    assert numpy.array_equal(plain, first) and numpy.array_equal(plain, again)
+    assert numpy.array_equal(third, second) and not numpy.array_equal(plain, third)
+    other = Layers(1, 1, 32)
+    for layers, center, text in [
+        ([FULL, other], mean, "center is an array, and layers differ: expected a list"),
+        ([FULL, other], True, r"center=True names no mean: expected a list with an array \(kv_heads, head_dim\)"),
+        ([FULL, other], [mean], "center has 1 entries, expected an array or None for each of 2 layers"),
+        ([FULL, other], [None, mean], r"center\[1\] has shape \(2, 32\), expected \(kv_heads, head_dim\), \(1, 32\)"),
+        ([FULL, WINDOW], [None, mean], "keys are stored as bf16"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            KvCache(layers, center=center)
+
+
+def test_errors_of_layers():
+    for error, text, layers, given in [
+        (ValueError, "layers is a list, whose Layers have k, kv_heads of their own", [FULL], {"k": "f16", "kv_heads": 2}),
+        (TypeError, "layers.1. is 2, expected flashtile.Layers", [FULL, 2], {}),
+        (ValueError, "layers 0 is outside", [], {}),
+        (TypeError, "kv_heads is None, expected an integer", 2, {}),
+    ]:
+        with pytest.raises(error, match=text):
+            KvCache(layers, **given)
+    with pytest.raises(TypeError, match="count is 'x', expected an integer"):
+        Layers("x", 2, 32)
+    cache = KvCache([WINDOW, FULL])
+    with pytest.raises(ValueError, match="a step of a ring has at most its capacity"):
+        cache.step([(cache.create(), 9)])
+    names = [cache.create()]
+    with pytest.raises(ValueError, match="slot"):
+        cache.create()
+    assert cache.len(names[0]) == 0 and cache.memory()["sequences"] == 2
+
+
 def test_integers_of_numpy_are_sizes():
     cache = KvCache(numpy.int64(2), kv_heads=numpy.int32(2), head_dim=numpy.uint8(32), pages=numpy.int64(8))
     assert repr(cache) == repr(KvCache(**SHAPE, pages=8))
@@ -157,6 +252,10 @@ def test_what_they_are(rng):
     assert "a step of this cache is open" in repr(cache)
     step.cancel()
     assert repr(step) == "<Step, the step has ended>"
+    assert repr(FULL) == "<Layers paged, 16 pages of 4 tokens; 1 layers, 2 heads of 32; k int8, v tq4>"
+    assert repr(KvCache([WINDOW, FULL] * 2)).startswith(
+        "<KvCache ring, 2 slots of 8 tokens; 2 layers, 2 heads of 32; k bf16, v bf16 | paged, 16 pages of 4 tokens; 2 layers, 2 heads of 32; k int8, v tq4; 0 sequences, "
+    )
     ring = KvCache(**SHAPE, layout="ring", slots=2, capacity=12)
     assert repr(ring).startswith("<KvCache ring, 2 slots of 12 tokens; 2 layers, 2 heads of 32; k int8, v tq5; 0 sequences, 0 tokens, ")
 
