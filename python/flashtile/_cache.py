@@ -5,7 +5,7 @@ import json
 import numpy
 
 from . import _flashtile
-from ._arrays import checked, lent, maker, written
+from ._arrays import checked, is_torch, lent, maker, written
 from ._options import Options, integer
 
 
@@ -41,6 +41,19 @@ def _mean(name, mean, shape):
     if mean.shape != shape:
         raise ValueError(f"{name} has shape {mean.shape}, expected (kv_heads, head_dim), {shape}")
     return mean.ravel().tolist()
+
+
+def _placed(device):
+    """A CUDA device and the module of these, or None for main memory."""
+    if device is None or (isinstance(device, str) and device == "cpu"):
+        return None, None
+    try:
+        from . import _cuda
+    except ImportError as error:
+        raise ImportError(f"device is {device!r}, and a cache there needs PyTorch, whose streams order its work: {error}") from None
+    if _cuda.torch.device(device).type == "cpu":
+        return None, None
+    return _cuda.device_of(device), _cuda
 
 
 class Layers:
@@ -127,12 +140,21 @@ class KvCache:
         center: an array `(layers, kv_heads, head_dim)`, or a list with an array `(kv_heads, head_dim)` or None for each layer, subtracted
             from keys before they are quantized, which leaves softmax as it is: for keys with a large constant part. It is a constant of the
             model: for each layer `k.mean(axis=0)` over the tokens of a representative prompt. None or False: keys are stored as they are.
+        device: where the rows are, and the tensors of steps: None or `"cpu"`, or an NVIDIA GPU, as PyTorch names it: `"cuda"`, the current one,
+            `"cuda:1"`, or a `torch.device`.
+
+    On a GPU all operations follow PyTorch's current stream, whichever that is at each of them, and return before their work has ended. The memory
+    is the driver's, beside what PyTorch keeps. A row that is not finite, or too large for its codec, is refused on the CPU; a GPU stores it as NaN,
+    and `check_stored` says so. CUDA graphs cannot capture operations that move rows.
 
     Raises:
-        ValueError: where a description is wrong. MemoryError: where there is no memory.
+        ValueError: where a description is wrong, or the device is neither the CPU nor one of CUDA.
+        MemoryError: where the CPU has no memory.
+        RuntimeError: where there is no such GPU, or it has no memory.
+        ImportError: where the cache is to be on a GPU, and PyTorch is not installed.
     """
 
-    def __init__(self, layers, kv_heads=None, head_dim=None, *, center=None, **of_all):
+    def __init__(self, layers, kv_heads=None, head_dim=None, *, center=None, device=None, **of_all):
         if isinstance(layers, (list, tuple)):
             of_all |= {name: size for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)) if size is not None}
             if of_all:
@@ -143,8 +165,13 @@ class KvCache:
         else:
             layers = [Layers(integer("layers", layers), kv_heads, head_dim, **of_all)]
         self._layers = list(layers)
+        self._device, self._cuda = _placed(device)
         descs = [{"layers": each._count, **each._desc} for each in layers]
-        self._cache = _flashtile.Cache(json.dumps(descs), _means(center, layers))
+        self._cache = self._ordered(_flashtile.Cache, json.dumps(descs), _means(center, layers))
+
+    def _ordered(self, call, *arguments):
+        """The result of a call that takes as its last argument the stream of its work, None for a cache in main memory."""
+        return call(*arguments, None) if self._cuda is None else self._cuda.ordered(self._device, call, *arguments)
 
     def __repr__(self):
         kinds = []
@@ -159,7 +186,8 @@ class KvCache:
             held = f"{memory['sequences']} sequences, {memory['tokens']} tokens, {memory['bytes_used']} of {memory['bytes_reserved']} bytes"
         except RuntimeError as error:
             held = error
-        return f"<KvCache {' | '.join(_described(*kind) for kind in kinds)}; {held}>"
+        place = "" if self._device is None else f"; on {self._device}"
+        return f"<KvCache {' | '.join(_described(*kind) for kind in kinds)}{place}; {held}>"
 
     def create(self):
         """A new, empty sequence."""
@@ -167,7 +195,7 @@ class KvCache:
 
     def fork(self, sequence):
         """A second sequence of the same tokens, in the same pages where there are pages."""
-        return self._cache.fork(sequence)
+        return self._ordered(self._cache.fork, sequence)
 
     def remove(self, sequence):
         """Ends a sequence and frees the pages that only it holds."""
@@ -189,6 +217,15 @@ class KvCache:
         """Bytes, pages, sequences and tokens of the cache, as a dict."""
         return self._cache.memory()
 
+    def check_stored(self):
+        """Checks that all rows of the steps since the last call were stored. Waits for a GPU; the CPU refuses such rows at once.
+
+        Raises:
+            ValueError: names the first row, in a layer of its kind, that was not finite, or whose norm is too large for its codec. Attention that reads
+                it gives NaN, until its sequence is truncated to before it, or removed.
+        """
+        self._ordered(self._cache.check_stored)
+
     def step(self, batch):
         """Begins a step: adds a number of tokens to each listed sequence, `[(sequence, tokens), ..]`, for every layer to fill in and attend
         to. Until it ends, the cache answers to the step alone.
@@ -197,15 +234,15 @@ class KvCache:
             ValueError: where there is no room for the tokens; the cache is unchanged then.
             RuntimeError: where another step of the cache is open, or the process was forked off one that has computed.
         """
-        return Step(self._cache.step(list(batch)))
+        return Step(self._ordered(self._cache.step, list(batch)), self._device, self._cuda)
 
 
 class Step:
     """A step of a batch over a cache, begun by `KvCache.step`. A `with` block keeps the tokens at its end, and takes them back where it is
     left by an exception, or where a layer did not attend."""
 
-    def __init__(self, step):
-        self._step = step
+    def __init__(self, step, device, cuda):
+        self._step, self._device, self._cuda = step, device, cuda
         self._ended = False
 
     def __repr__(self):
@@ -240,6 +277,9 @@ class Step:
         the step listed them, and give out `(tokens, q_heads, value_dim)`, and with `return_lse` a logsumexp `(q_heads, tokens)`. Options
         are as for `flashtile.attention`; each token sits at its place in its sequence. A mask is `(sequences, heads, longest queries,
         longest keys)`. Raises as `flashtile.attention`; a tensor that requires a gradient is refused.
+
+        Where the cache is on a GPU, tensors are there, and results are tensors of PyTorch. It follows the current stream, and returns before its work has
+        ended.
         """
         options = Options(
             causal=causal,
@@ -254,7 +294,13 @@ class Step:
             return_lse=return_lse,
         )
         tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
-        made, lse = self._step.attend(layer, tensors, checked(options), maker(q))
+        options = checked(options)
+        if self._cuda is not None:
+            made, lse = self._cuda.attend(self._device, layer, self._step, tensors, options, q, maker(q))
+        elif is_torch(q) and q.is_cuda:
+            raise BufferError(f'q is on {q.device}, expected cpu: make the cache with device="{q.device}", or move q, as .to("cpu") does')
+        else:
+            made, lse = self._step.attend(layer, tensors, options, maker(q))
         out = made if out is None else written(out)
         return (out, lse) if return_lse else out
 

@@ -24,7 +24,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    fn new([q, k, v, _]: &[Bound<'_, PyAny>; 4], options: &Bound<'_, PyTuple>) -> PyResult<Self> {
+    pub(crate) fn new([q, k, v, _]: &[Bound<'_, PyAny>; 4], options: &Bound<'_, PyTuple>) -> PyResult<Self> {
         let options = Options::of(options)?;
         let on = |name, object| Memory::on(options.stream, name, object);
         let (q, k, v) = (on("q", q)?, on("k", k)?, on("v", v)?);

@@ -6,7 +6,8 @@ use crate::attention::{Call, Made, Results, Shapes};
 use crate::failure::refused;
 use crate::memory::{Axes, DeviceList, DeviceMask, OnDevice, Stream};
 use crate::with_cache::{Action, Work};
-use flashtile::cuda::cudarc::driver::{CudaStream, sys::CUstream};
+use flashtile::cuda::cudarc::driver::sys::{CUcontext, CUstream};
+use flashtile::cuda::cudarc::driver::{CudaStream, result};
 use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Session, with_session};
 use flashtile::{Dims, ProblemDesc};
 use pyo3::prelude::*;
@@ -88,7 +89,7 @@ pub(crate) fn with_cache(
 }
 
 /// A device, and a stream of the caller in its primary context.
-fn borrowed(stream: Stream) -> Result<(Cuda, Arc<CudaStream>), CudaError> {
+pub(crate) fn borrowed(stream: Stream) -> Result<(Cuda, Arc<CudaStream>), CudaError> {
     static DEVICES: Mutex<Option<HashMap<i32, Cuda>>> = Mutex::new(None);
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     let devices = devices.get_or_insert_default();
@@ -103,4 +104,26 @@ fn borrowed(stream: Stream) -> Result<(Cuda, Arc<CudaStream>), CudaError> {
     // during the call, and what outlives the call does not use it.
     let borrowed = unsafe { cuda.context().wrap_borrowed_stream(stream.handle as CUstream) };
     Ok((cuda.clone(), borrowed))
+}
+
+/// The context that was a thread's before it dropped memory of a device, whose context that makes the thread's. The last field of what has
+/// the memory: fields are dropped in order, and this makes the context the thread's again.
+#[derive(Default)]
+pub(crate) struct ContextBefore(Option<usize>);
+
+impl ContextBefore {
+    /// Keeps the context of this thread, which has none where the address is 0.
+    pub(crate) fn keep(&mut self) {
+        let current = result::ctx::get_current().ok();
+        self.0 = current.map(|context| context.map_or(0, |context| context as usize));
+    }
+}
+
+impl Drop for ContextBefore {
+    fn drop(&mut self) {
+        if let Some(context) = self.0 {
+            // SAFETY: the context was this thread's when the drop began, or there was none, which null says.
+            let _ = unsafe { result::ctx::set_current(context as CUcontext) };
+        }
+    }
 }

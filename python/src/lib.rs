@@ -4,6 +4,7 @@
 mod attention;
 mod cache;
 mod cuda;
+mod cuda_cache;
 mod failure;
 mod memory;
 mod merge;

@@ -266,20 +266,26 @@ impl Options {
 
     /// The options as an [`Attention`] for tensors of the host.
     pub(crate) fn attention(&self) -> PyResult<Attention<'_>> {
+        let mut attention = self.numbers();
+        attention.mask = self.mask.as_ref().map(Memory::mask).transpose()?;
+        attention.alibi_slopes = self.alibi_slopes.as_ref().and_then(Numbers::host);
+        attention.sinks = self.sinks.as_ref().and_then(Numbers::host);
+        Ok(attention)
+    }
+
+    /// The options without mask, slopes and sinks, which may be on a device.
+    pub(crate) fn numbers(&self) -> Attention<'_> {
         let mut attention = if self.causal { Attention::causal() } else { Attention::full() };
         attention = attention.window(self.window.0, self.window.1).chunked(self.chunk);
         attention.q_offset = self.q_offset;
         attention.scale = self.scale;
         attention.softcap = self.softcap;
-        attention.mask = self.mask.as_ref().map(Memory::mask).transpose()?;
-        attention.alibi_slopes = self.alibi_slopes.as_ref().and_then(Numbers::host);
-        attention.sinks = self.sinks.as_ref().and_then(Numbers::host);
         attention.sequences = match &self.lengths {
             Lengths::Dense => SequencesRef::Dense,
             Lengths::Padded(kv_lens) => SequencesRef::Padded { kv_lens },
             Lengths::Packed(Packed { q, k, .. }) => SequencesRef::Packed { cu_seqlens_q: q, cu_seqlens_k: k },
         };
-        Ok(attention)
+        attention
     }
 }
 

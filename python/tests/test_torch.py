@@ -478,6 +478,16 @@ def test_modes_and_transforms_see_the_operator(qkv):
 
 
 
+def test_devices_of_caches():
+    for device in (None, "cpu", "cpu:0", torch.device("cpu")):
+        assert "; on" not in repr(KvCache(1, 2, 32, device=device))
+    with pytest.raises(ValueError, match="device is 'meta', expected None or 'cpu', or a CUDA device such as 'cuda' or 'cuda:1'"):
+        KvCache(1, 2, 32, device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="device is 'cuda:1', and PyTorch finds no CUDA device"):
+            KvCache(1, 2, 32, device="cuda:1")
+
+
 def test_cache(qkv):
     cache = KvCache(layers=1, kv_heads=2, head_dim=32, k="f32", v="f32")
     seq, packed = cache.create(), [x[0].transpose(0, 1) for x in qkv]
