@@ -79,6 +79,45 @@ def checked(options):
     return options if options.mask is None else options._replace(mask=lent("mask", options.mask))
 
 
+def padded_masks(masks, keys=0):
+    """`(mask, mask_lens)` of an option `mask`. A list of masks, `(queries, keys)` or `(heads, queries, keys)` for each sequence, becomes one
+    `(sequences, heads, most queries, most keys)`, of at least `keys` keys, and the queries and keys of each by turns; any other mask stays
+    as it is, with None.
+
+    Raises:
+        TypeError: where masks are of several kinds or dtypes. ValueError: where a mask has other axes, or other heads than the rest.
+        BufferError: where they are on several devices.
+    """
+    if not isinstance(masks, (list, tuple)):
+        return masks, None
+    if not masks:
+        raise ValueError("mask is an empty list, expected a mask for each sequence")
+    first = masks[0]
+    shapes = []
+    for at, mask in enumerate(masks):
+        name = f"mask[{at}]"
+        if is_torch(mask) != is_torch(first) or not (is_torch(mask) or isinstance(mask, numpy.ndarray)):
+            raise TypeError(f"{name} is a {type(mask).__name__}, expected all masks to be arrays of numpy, or all tensors of PyTorch")
+        if is_torch(mask):
+            tensors().check_mask(name, mask, first)
+        else:
+            check_array(name, mask)
+        if mask.dtype != first.dtype:
+            raise TypeError(f"{name} is {mask.dtype}, expected {first.dtype} as mask[0]")
+        if mask.ndim not in (2, 3):
+            raise ValueError(f"{name} has shape {list(mask.shape)}, expected (queries, keys) or (heads, queries, keys)")
+        shapes.append((1, *mask.shape)[-3:])
+    heads = max(heads for heads, _, _ in shapes)
+    for at, (of, _, _) in enumerate(shapes):
+        if of not in (1, heads):
+            raise ValueError(f"mask[{at}] has {of} heads, expected 1 or {heads}")
+    shape = (len(masks), heads, max(queries for _, queries, _ in shapes), max(keys, *(keys for _, _, keys in shapes)))
+    whole = first.new_zeros(shape) if is_torch(first) else numpy.zeros(shape, first.dtype)
+    for each, mask, (_, rows, columns) in zip(whole, masks, shapes):
+        each[:, :rows, :columns] = mask
+    return whole, [length for _, *lengths in shapes for length in lengths]
+
+
 def check_array(name, x):
     """Refuses arrays of subclasses whose meaning a call would lose, such as the mask of a masked array, or a unit."""
     if isinstance(x, numpy.ndarray) and type(x) not in _ARRAYS:

@@ -1,7 +1,7 @@
 """Attention in one call."""
 
 from . import _flashtile
-from ._arrays import checked, is_torch, lent, maker, written
+from ._arrays import checked, is_torch, lent, maker, padded_masks, written
 from ._options import Options
 
 _torch = None
@@ -49,7 +49,9 @@ def attention(
         scale: multiplier of `q . k`; None is `1 / sqrt(dim)`.
         softcap: `c` of `softcap(x) = c * tanh(x / c)`; None and 0 are off.
         mask: `(keys,)`, `(queries, keys)` or `(batch, heads, queries, keys)`; axes of size or stride 0 or 1 are broadcast. Of bool, True is visible; of
-            float32, float16 or bfloat16 it is added to the score, and `-inf` hides.
+            float32, float16 or bfloat16 it is added to the score, and `-inf` hides. Or a list with a mask for each sequence or batch entry, `(queries,
+            keys)` or `(heads, queries, keys)` with its own lengths: they are copied to one mask of the longest, `sequences * heads * queries * keys`
+            elements.
         alibi_slopes: a number for each query head, or `(batch, q_heads)`, of packed sequences `(sequences, q_heads)`: the bias of key `j` for a
             query at position `p` is `-slope * abs(p - j)`. Slopes of either sign.
         sinks: a logit for each query head, which joins the denominator of the softmax.
@@ -70,9 +72,15 @@ def attention(
         MemoryError: where there is no memory.
         RuntimeError: where threads cannot start, the process was forked off one that has them, or a GPU, its driver or its compiler failed.
     """
+    mask_lens = None
+    if isinstance(mask, (list, tuple)):
+        # A mask over a batch has as many keys as k.
+        axes = getattr(k, "shape", ()) if cu_seqlens is None else ()
+        mask, mask_lens = padded_masks(mask, axes[1 if layout == "bshd" else 2] if len(axes) == 4 else 0)
     # In the order of `Options`, whose constructor takes a part of a small call.
     options = (
-        causal, window, attention_chunk, q_offset, scale, softcap, mask, alibi_slopes, sinks, q_lens, kv_lens, cu_seqlens, layout, return_lse, None,
+        causal, window, attention_chunk, q_offset, scale, softcap, mask, alibi_slopes, sinks, q_lens, kv_lens, cu_seqlens, layout, return_lse,
+        mask_lens, None,
     )  # fmt: skip
     if is_torch(q):
         global _torch

@@ -5,7 +5,7 @@ import json
 import numpy
 
 from . import _flashtile
-from ._arrays import checked, is_torch, lent, maker, written
+from ._arrays import checked, is_torch, lent, maker, padded_masks, written
 from ._options import Options, integer
 
 
@@ -276,11 +276,12 @@ class Step:
         q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence, as
         the step listed them, and give out `(tokens, q_heads, value_dim)`, and with `return_lse` a logsumexp `(q_heads, tokens)`. Options
         are as for `flashtile.attention`; each token sits at its place in its sequence. A mask is `(sequences, heads, longest queries,
-        longest keys)`. Raises as `flashtile.attention`; a tensor that requires a gradient is refused.
+        longest keys)`, or a list with a mask for each sequence. Raises as `flashtile.attention`; a tensor that requires a gradient is refused.
 
         Where the cache is on a GPU, tensors are there, and results are tensors of PyTorch. It follows the current stream, and returns before its work has
         ended.
         """
+        mask, mask_lens = padded_masks(mask)
         options = Options(
             causal=causal,
             window=window,
@@ -289,6 +290,7 @@ class Step:
             scale=scale,
             softcap=softcap,
             mask=mask,
+            mask_lens=mask_lens,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             return_lse=return_lse,

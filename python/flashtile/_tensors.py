@@ -81,6 +81,15 @@ def readable(name, x):
     return torch.zeros_like(x) if torch._is_zerotensor(x) else x.resolve_conj().resolve_neg()
 
 
+def check_mask(name, x, first):
+    """Refuses one of several masks that is not on the device of the first, and as `readable`."""
+    # Stand-ins of a compiler and tensors on meta have no memory; the operator checks the mask that comes of them.
+    if not torch.compiler.is_compiling() and x.device.type != "meta":
+        readable(name, x)
+    if x.device != first.device:
+        raise BufferError(f'{name} is on {x.device}, expected {first.device}: move it, as .to("{first.device}") does')
+
+
 def lent(name, x):
     """A tensor that the extension module reads memory from. Raises as `readable`."""
     elements = readable(name, x)

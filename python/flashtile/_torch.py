@@ -1,7 +1,7 @@
 """Attention as an operator of PyTorch, which torch.compile keeps as it is."""
 
 from numbers import Integral
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,7 @@ def _operator(q, k, v, options):
         _tensor(k, None),
         _tensor(v, None),
         mask=_tensor(options.mask, None),
+        mask_lens=options.mask_lens,
         alibi_slopes=_tensor(options.alibi_slopes, torch.float32),
         sinks=_tensor(options.sinks, torch.float32),
         q_lens=_tensor(options.q_lens, torch.int64),
@@ -141,6 +142,7 @@ def operator(
     softcap: Optional[float] = None,
     layout: str = "bhsd",
     return_lse: bool = False,
+    mask_lens: Optional[List[int]] = None,
 ) -> Tuple[Tensor, Tensor]:
     """Out and the logsumexp, which is empty where it is not asked for."""
     options = Options(
@@ -158,6 +160,7 @@ def operator(
         cu_seqlens=None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
         layout=layout,
         return_lse=return_lse,
+        mask_lens=mask_lens,
     )
     out, lse = _call(q, k, v, options)
     return out, q.new_empty([0], dtype=torch.float32) if lse is None else lse
@@ -186,6 +189,7 @@ def _(
     softcap=None,
     layout="bhsd",
     return_lse=False,
+    mask_lens=None,
 ):
     lists = {"q_lens": q_lens, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     _check_devices({"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, **lists})

@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy
 
 from . import _flashtile
-from ._arrays import check_numbers, checked, is_torch, lent, maker, tensors, written
+from ._arrays import check_numbers, checked, is_torch, lent, maker, padded_masks, tensors, written
 from ._options import Options
 
 _CacheArgs = namedtuple("_CacheArgs", "cache_lens, block_table, cache_batch_idx, q_lens, cu_seqlens")
@@ -63,7 +63,7 @@ def attention_with_cache(
         cu_seqlens: first row of each sequence in q, then the total; a pair of such lists where new tokens are others than the queries. With
             neither `q_lens` nor `cu_seqlens` each row of `(total, q_heads, dim)` is a sequence.
         causal, window, attention_chunk, q_offset, scale, softcap, alibi_slopes, sinks: as for `flashtile.attention`; causal is True here.
-        mask: as for `flashtile.attention`, `(sequences, heads, longest queries, longest keys)`.
+        mask: as for `flashtile.attention`, `(sequences, heads, longest queries, longest keys)`, or a list with a mask for each sequence.
         layout: `"bhsd"`, or `"bshd"`: the order that FlashAttention and vLLM call NHD.
         return_lse: whether the result is `(out, lse)`: `(q_heads, total)` for packed queries, else `(batch, q_heads, q_len)`.
         out: where to write the result. It overlaps no other argument in memory.
@@ -80,6 +80,7 @@ def attention_with_cache(
         if numbers is not None:
             check_numbers(name, numbers)
     args = _CacheArgs(cache_lens, _table(block_table), cache_batch_idx, q_lens, cu_seqlens)
+    mask, mask_lens = padded_masks(mask)
     options = Options(
         causal=causal,
         window=window,
@@ -88,6 +89,7 @@ def attention_with_cache(
         scale=scale,
         softcap=softcap,
         mask=mask,
+        mask_lens=mask_lens,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         layout=layout,

@@ -39,8 +39,9 @@ impl Call {
         let Self { options, q, k, v } = &self;
         let (py, axes) = (make.py(), options.axes());
         let (q_view, k_view, v_view) = (q.view(axes)?, k.view(axes)?, v.view(axes)?);
-        let [batch, heads, ..] = q_view.shape();
+        let [batch, heads, q_len, _] = q_view.shape();
         options.check_slopes(batch, heads)?;
+        options.check_masks(batch, q_len, k_view.shape()[2])?;
         let attention = options.attention()?;
         let desc = attention.desc(&q_view, &k_view, &v_view);
         let inputs = attention.inputs(q_view, k_view, v_view);

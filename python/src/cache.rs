@@ -382,9 +382,10 @@ impl Step {
                 "q_lens, kv_lens and cu_seqlens divide tensors into sequences: a step does that",
             ));
         }
-        if call.options.has_slopes() {
-            let heads = call.q.sizes(Axes::Packed)?[1];
-            call.options.check_slopes_of(self.lens(make.py())?.len(), heads, false)?;
+        if call.options.is_of_sequences() {
+            let (lens, heads) = (self.lens(make.py())?, call.q.sizes(Axes::Packed)?[1]);
+            call.options.check_slopes_of(lens.len(), heads, false)?;
+            call.options.check_masks_of(&lens)?;
         }
         match call.options.stream {
             None => self.attend_on_host(layer, &call, &tensors[3], make),

@@ -30,6 +30,7 @@ pub(crate) fn attention(
     let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q_tensor.shape, k_tensor.shape);
     let value_dim = v_tensor.shape[3];
     options.check_slopes(batch, q_heads)?;
+    options.check_masks(batch, q_len, kv_len)?;
     let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
     let mut desc = ProblemDesc::new(dims, q_tensor.dtype);
     options.set(&mut desc);

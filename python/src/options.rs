@@ -83,6 +83,8 @@ pub(crate) struct Options {
     scale: Option<f32>,
     softcap: Option<f32>,
     mask: Option<Memory>,
+    /// Queries and keys by turns, of the masks of each sequence that the mask was padded from.
+    mask_lens: Option<Vec<usize>>,
     alibi_slopes: Option<Numbers>,
     sinks: Option<Numbers>,
     lengths: Lengths,
@@ -94,7 +96,7 @@ pub(crate) struct Options {
 }
 
 /// Names of the options, in the order of the tuple that holds them. The last is a pair: a CUDA device and a handle.
-pub(crate) const NAMES: [&str; 15] = [
+pub(crate) const NAMES: [&str; 16] = [
     "causal",
     "window",
     "attention_chunk",
@@ -109,6 +111,7 @@ pub(crate) const NAMES: [&str; 15] = [
     "cu_seqlens",
     "layout",
     "return_lse",
+    "mask_lens",
     "stream",
 ];
 
@@ -162,6 +165,7 @@ impl Options {
             cu_seqlens,
             layout,
             lse,
+            mask_lens,
             stream,
         ] = named(tuple)?;
         let stream = stream.map(|stream| stream.extract("a device and a handle")).transpose()?;
@@ -185,6 +189,7 @@ impl Options {
             // As other libraries say that there is none.
             softcap: number(softcap)?.filter(|c| *c != 0.0),
             mask: mask.map(|of| Memory::on(stream, of.name, &of.value)).transpose()?,
+            mask_lens: mask_lens.map(|of| of.extract("queries and keys by turns")).transpose()?,
             alibi_slopes: numbers(slopes)?,
             sinks: numbers(sinks)?,
             lengths: lengths(q_lens, kv_lens, cu_seqlens)?,
@@ -204,8 +209,9 @@ impl Options {
         }
     }
 
-    pub(crate) const fn has_slopes(&self) -> bool {
-        self.alibi_slopes.is_some()
+    /// True if options may be lists of something for each sequence.
+    pub(crate) const fn is_of_sequences(&self) -> bool {
+        self.alibi_slopes.is_some() || self.mask_lens.is_some()
     }
 
     /// [`Options::check_slopes`], of a number of sequences.
@@ -223,6 +229,42 @@ impl Options {
             )));
         }
         Ok(())
+    }
+
+    /// Refuses masks of each sequence that have other lengths than the sequences of a call, `q_len` and `kv_len` where it is over a batch.
+    pub(crate) fn check_masks(&self, batch: usize, q_len: usize, kv_len: usize) -> PyResult<()> {
+        let lens: Vec<(usize, usize)> = match &self.lengths {
+            _ if self.mask_lens.is_none() => return Ok(()),
+            Lengths::Dense => vec![(q_len, kv_len); batch],
+            Lengths::Padded(kv_lens) => kv_lens.iter().map(|kv_len| (q_len, *kv_len)).collect(),
+            Lengths::Packed(Packed { q, k, .. }) => {
+                let spans = |starts: &[usize]| -> Vec<usize> {
+                    starts.windows(2).map(|w| w[1].saturating_sub(w[0])).collect()
+                };
+                spans(q).into_iter().zip(spans(k)).collect()
+            }
+        };
+        self.check_masks_of(&lens)
+    }
+
+    /// [`Options::check_masks`], of queries and keys of each sequence.
+    pub(crate) fn check_masks_of(&self, lens: &[(usize, usize)]) -> PyResult<()> {
+        let Some(of_masks) = &self.mask_lens else { return Ok(()) };
+        let (of_masks, _) = of_masks.as_chunks::<2>();
+        if of_masks.len() != lens.len() {
+            return Err(PyValueError::new_err(format!(
+                "mask is a list of {}, expected one for each of {} sequences",
+                of_masks.len(),
+                lens.len()
+            )));
+        }
+        let differ = of_masks.iter().zip(lens).position(|(&[q, k], len)| (q, k) != *len);
+        differ.map_or(Ok(()), |at| {
+            let ([q, k], (q_len, kv_len)) = (of_masks[at], lens[at]);
+            Err(PyValueError::new_err(format!(
+                "mask[{at}] is of {q} queries and {k} keys, expected {q_len} and {kv_len} as sequence {at} has"
+            )))
+        })
     }
 
     /// Axes of q, k, v and out.

@@ -234,6 +234,8 @@ impl CacheArgs<'_> {
                 "q_lens leave rows of q unused, and there is a mask: give rows without padding, with cu_seqlens",
             ));
         }
+        let pairs: Vec<(usize, usize)> = lens.iter().map(|lens| (lens.q_len, lens.kv_len)).collect();
+        call.options.check_masks_of(&pairs)?;
         call.options.check_slopes_of(queries.len(), q_heads, lens.len() > queries.len())?;
         let heads = HeadShape { q_heads, kv_heads, head_dim, value_dim };
         let mut desc = ProblemDesc::cached(heads, call.q.dtype()?, &lens);

@@ -122,6 +122,50 @@ def test_masks(rng):
     close(attention(q, k, v, mask=larger[:, :, 1:7, 3:12]), want)
 
 
+def test_a_mask_for_each_sequence(rng):
+    """Masks with the lengths of their sequences, packed and over a batch, of bool and added, with heads and without."""
+    q, k, v = qkv(rng)
+    lens = [(10, 7), (23, 26)]
+    ends = ([0, 10, 33], [0, 7, 33])
+    packed = [x[0].swapaxes(0, 1) for x in (q, k, v)]
+    visible = [rng.random(shape) < 0.6 for shape in (lens[0], (4, *lens[1]))]
+    bias = [normal(rng, 4, *lens[0]), normal(rng, *lens[1])]
+    for masks in (visible, tuple(bias)):
+        out, lse = attention(*packed, cu_seqlens=ends, mask=masks, causal=True, q_offset="bottom_right", return_lse=True)
+        for at, mask in enumerate(masks):
+            rows, keys = (slice(*of[at : at + 2]) for of in ends)
+            seen = causal(*lens[at], lens[at][1] - lens[at][0])
+            given = {"bias": mask, "visible": seen} if mask.dtype != bool else {"visible": mask & seen}
+            want, want_lse = reference(q[:1, :, rows], k[:1, :, keys], v[:1, :, keys], **given)
+            close(out[rows], want[0].swapaxes(0, 1))
+            close(lse[:, rows], want_lse[0])
+    for layout in ("bhsd", "bshd"):
+        of_layout = [x if layout == "bhsd" else numpy.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+        padded = [rng.random((33, 5)) < 0.6, rng.random((33, 20)) < 0.6]
+        out = attention(*of_layout, mask=padded, kv_lens=[5, 20], layout=layout)
+        for at, mask in enumerate(padded):
+            keys = mask.shape[1]
+            want, _ = reference(q[at : at + 1], k[at : at + 1, :, :keys], v[at : at + 1, :, :keys], visible=mask)
+            close((out if layout == "bhsd" else out.swapaxes(1, 2))[at], want[0])
+    one = rng.random((33, 33)) < 0.6
+    assert numpy.array_equal(attention(q, k, v, mask=[one, one]), attention(q, k, v, mask=one))
+    first, second = visible
+    for error, text, masks in [
+        (ValueError, r"mask\[0\] is of 10 queries and 6 keys, expected 10 and 7 as sequence 0 has", [first[:, :6], second]),
+        (ValueError, r"mask\[1\] is of 22 queries and 26 keys, expected 23 and 26", [first, second[:, :22]]),
+        (ValueError, "mask is a list of 1, expected one for each of 2 sequences", [second]),
+        (ValueError, "mask is an empty list", []),
+        (ValueError, r"mask\[0\] has shape \[7\], expected \(queries, keys\)", [first[0], second]),
+        (ValueError, r"mask\[1\] has 2 heads, expected 1 or 4", [bias[0], bias[0][:2]]),
+        (TypeError, r"mask\[1\] is float32, expected bool as mask\[0\]", [first, bias[1]]),
+        (TypeError, r"mask\[0\] is a list, expected all masks", [first.tolist(), second]),
+        (TypeError, r"mask\[1\] is a numpy.ma", [first, numpy.ma.array(second)]),
+        (TypeError, "mask is int64, expected bool", [mask.astype(int) for mask in visible]),
+    ]:
+        refused(error, text, *packed, cu_seqlens=ends, mask=masks)
+    refused(ValueError, r"mask\[1\] is of 33 queries and 33 keys, expected 33 and 20 as sequence 1 has", q, k, v, mask=[one[:, :5], one], kv_lens=[5, 20])
+
+
 def test_kv_lens(rng):
     q, k, v = qkv(rng, lens=(3, 10))
     for x in (k, v):
@@ -275,7 +319,7 @@ def test_options_are_in_the_order_of_the_extension():
     from flashtile import _flashtile
 
     names = tuple(inspect.signature(attention).parameters)
-    assert names == ("q", "k", "v", *_flashtile.OPTIONS[:-1], "out")
+    assert names == ("q", "k", "v", *_flashtile.OPTIONS[:-2], "out")
 
 
 def test_errors_of_options(rng):

@@ -55,6 +55,18 @@ def test_chunks_of_keys(rng):
     close(numpy.concatenate(got), want[0].swapaxes(0, 1))
 
 
+def test_a_mask_for_each_sequence(rng):
+    cache = KvCache(**SHAPE, k="f32", v="f32")
+    a, b, layer = cache.create(), cache.create(), tokens(rng, 7)
+    masks = [numpy.tril(rng.random((count, count)) < 0.6) for count in (2, 5)]
+    with cache.step([(a, 2), (b, 5)]) as step:
+        with pytest.raises(ValueError, match=r"mask\[0\] is of 5 queries and 5 keys, expected 2 and 2"):
+            step.attend(0, *layer, mask=masks[::-1])
+        got = [step.attend(at, *layer, mask=masks) for at in range(2)]
+    want = attention(*layer, cu_seqlens=[0, 2, 7], mask=masks, causal=True)
+    assert numpy.array_equal(got[0], want) and numpy.array_equal(got[1], want)
+
+
 def test_out_and_logsumexp(rng):
     cache = KvCache(**SHAPE, k="f32", v="f32")
     seq, layer = cache.create(), tokens(rng, 5)

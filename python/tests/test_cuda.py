@@ -72,6 +72,18 @@ def test_every_option_as_on_the_cpu(qkv):
             torch.testing.assert_close(device, host, rtol=0, atol=4e-6, msg=lambda text: f"{options}: {text}")
 
 
+def test_a_mask_for_each_sequence(qkv):
+    packed = [x[0].transpose(0, 1) for x in qkv]
+    masks = [torch.rand(10, 10) < 0.6, torch.rand(4, 23, 23) < 0.6]
+    want = attention(*packed, cu_seqlens=[0, 10, 33], mask=masks)
+    got = attention(*map(on_device, packed), cu_seqlens=[0, 10, 33], mask=[mask.cuda() for mask in masks])
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=4e-6)
+    with pytest.raises(BufferError, match="mask.1. is on cpu, expected cuda:0"):
+        attention(*map(on_device, packed), cu_seqlens=[0, 10, 33], mask=[masks[0].cuda(), masks[1]])
+    with pytest.raises(ValueError, match="mask.0. is of 9 queries and 10 keys, expected 10 and 10"):
+        attention(*map(on_device, packed), cu_seqlens=[0, 10, 33], mask=[masks[0][:9].cuda(), masks[1].cuda()])
+
+
 def test_out(qkv):
     q, k, v = map(on_device, qkv)
     out = torch.empty_like(q)

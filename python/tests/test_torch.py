@@ -412,6 +412,29 @@ def test_lengths_are_compiled(qkv):
         layer(packed[0], torch.nested.nested_tensor([torch.ones(1), torch.ones(1)], layout=torch.jagged))
 
 
+def test_a_mask_for_each_sequence(qkv):
+    """Tensors give what arrays give, also compiled, and their gradients are refused."""
+    packed = [x[0].transpose(0, 1) for x in qkv]
+    masks, starts = [torch.rand(4, 10, 10) < 0.6, torch.rand(23, 23) < 0.6], [0, 10, 33]
+    want = attention(*(x.numpy() for x in packed), cu_seqlens=starts, mask=[mask.numpy() for mask in masks])
+    assert (attention(*packed, cu_seqlens=starts, mask=masks).numpy() == want).all()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(q, k, v, masks):
+        return attention(q, k, v, cu_seqlens=torch.tensor([0, 10, 33]), mask=masks) + 0
+
+    torch._dynamo.reset()
+    assert (compiled(*packed, masks).numpy() == want).all()
+    with pytest.raises(ValueError, match="expected 10 and 10 as sequence 0 has"):
+        torch.ops.flashtile.attention(*packed, masks[1], cu_seqlens_q=torch.tensor(starts), cu_seqlens_k=torch.tensor(starts), mask_lens=[9, 9, 23, 23])
+    with pytest.raises(ValueError, match=r"mask\[1\] requires one"):
+        attention(*packed, cu_seqlens=starts, mask=[torch.zeros(10, 10), torch.zeros(23, 23, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"mask\[1\] is a ndarray, expected all masks"):
+        attention(*packed, cu_seqlens=starts, mask=[masks[0], masks[1].numpy()])
+    with pytest.raises(BufferError, match=r"mask\[1\] is on meta, expected cpu"):
+        attention(*packed, cu_seqlens=starts, mask=[masks[0], torch.ones(23, 23, dtype=torch.bool, device="meta")])
+
+
 def test_opcheck(qkv):
     """The fake of the operator gives shapes, strides and dtypes of the real one, for every layout."""
     packed = [x[0].transpose(0, 1) for x in qkv]
@@ -420,6 +443,7 @@ def test_opcheck(qkv):
         (qkv, {}),
         (qkv, {"causal": True, "left": 5, "return_lse": True, "softcap": 2.0, "sinks": torch.zeros(4)}),
         (qkv, {"causal": True, "attention_chunk": 8}),
+        (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "mask": torch.zeros(2, 1, 23, 23), "mask_lens": [10, 10, 23, 23]}),
         ([x.transpose(1, 2) for x in qkv], {"layout": "bshd", "return_lse": True}),
         (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "return_lse": True}),
         (packed, {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "q_lens": torch.tensor([3, 20]), "kv_lens": torch.tensor([9, 23])}),

@@ -222,6 +222,23 @@ def test_decoding_step_by_step(rng):
         assert numpy.array_equal(step, whole[:, n])
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_mask_for_each_sequence(rng, paged):
+    """Masks with the lengths of their sequences, new tokens included."""
+    cache = Cache(rng, [9, 33, 4], paged)
+    counts, ends = [1, 4, 2], [0, 1, 5, 7]
+    q, k, v = normal(rng, 7, 4, DIM), normal(rng, 7, 2, DIM), normal(rng, 7, 2, VALUE_DIM)
+    masks = [rng.random((count, held + count)) < 0.6 for count, held in zip(counts, cache.lens)]
+    given = {"cache_lens": cache.lens, "cu_seqlens": ends, "layout": "bshd", "causal": False, **cache.places}
+    with pytest.raises(ValueError, match=r"mask\[2\] is of 2 queries and 5 keys, expected 2 and 6 as sequence 2 has"):
+        attention_with_cache(q, cache.k_cache, cache.v_cache, k=k, v=v, mask=[*masks[:2], masks[2][:, :5]], **given)
+    out = attention_with_cache(q, cache.k_cache, cache.v_cache, k=k, v=v, mask=masks, **given)
+    for at, mask in enumerate(masks):
+        rows = slice(*ends[at : at + 2])
+        of = [x.swapaxes(0, 1)[None] for x in (q[rows], numpy.concatenate([cache.k[at], k[rows]]), numpy.concatenate([cache.v[at], v[rows]]))]
+        close(out[rows], reference(*of, visible=mask)[0][0].swapaxes(0, 1))
+
+
 def test_the_whole_cache(rng):
     """Without lengths all rows of an entry are keys; head-major caches take head-major queries, one for each sequence."""
     q, k, v = normal(rng, 3, 4, 1, DIM), normal(rng, 3, 2, 9, DIM), normal(rng, 3, 2, 9, VALUE_DIM)
