@@ -3,10 +3,10 @@
 use crate::attention::{Call, Made, Results, Shapes};
 use crate::cuda::borrowed;
 use crate::cuda_cache::{CudaCache, CudaStep};
-use crate::failure::{described_wrong, refused, step_refused};
+use crate::failure::{described_wrong, layouts, refused, step_refused};
 use crate::memory::{Axes, DeviceList, DeviceMask, OnDevice, Stream};
 use crate::process;
-use flashtile::cache::{CacheLayout, PageStore};
+use flashtile::cache::PageStore;
 use flashtile::gpu::GpuAttention;
 use flashtile::{CacheDesc, HybridCache, KvCacheExt, SeqId, SeqLens, SequencesRef, StepTensors};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
@@ -95,11 +95,6 @@ fn elsewhere(is_cuda: bool) -> PyErr {
 fn set_means<S: PageStore>(cache: &mut HybridCache<S>, means: &[Option<Vec<f32>>]) -> Result<(), S::Error> {
     let mut given = means.iter().enumerate().filter_map(|(layer, mean)| Some((layer, mean.as_ref()?)));
     given.try_for_each(|(layer, mean)| cache.set_key_mean(layer, mean))
-}
-
-/// Layouts of the layers.
-pub(crate) fn layouts<S: PageStore>(cache: &HybridCache<S>) -> Vec<CacheLayout> {
-    cache.groups().iter().map(|group| group.desc().layout).collect()
 }
 
 /// A CUDA device, and the handle of one of its streams, as Python gives them.

@@ -1,8 +1,7 @@
 //! Caches in the memory of a CUDA device, whose work is ordered with the streams of the caller.
 
-use crate::cache::layouts;
 use crate::cuda::{ContextBefore, borrowed};
-use crate::failure::{refused, step_refused};
+use crate::failure::{layouts, refused, step_refused};
 use crate::memory::Stream;
 use flashtile::cuda::cudarc::driver::sys::CUstreamCaptureStatus;
 use flashtile::cuda::cudarc::driver::{CudaEvent, CudaStream, DriverError};

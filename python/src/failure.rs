@@ -1,6 +1,6 @@
 //! Errors of flashtile as exceptions of Python, with the library's words, and what to do in Python's.
 
-use flashtile::cache::{CacheError, CacheLayout};
+use flashtile::cache::{CacheError, CacheLayout, HybridCache, PageStore};
 use flashtile::codec::PagesError;
 use flashtile::{Error, ProblemError, RunError};
 use pyo3::PyErr;
@@ -32,6 +32,11 @@ const OFFSETS_OF_PYTHON: &str = "'top_left', 'bottom_right' or the key position 
 
 const FORGOTTEN: &str = "the tokens before were forgotten, or overwritten in a ring. Give window=(left, 0) with a left that does not reach \
                          them; a ring needs a capacity of left plus the tokens of a step";
+
+/// Layouts of the layers of a cache, for [`step_refused`].
+pub(crate) fn layouts<S: PageStore>(cache: &HybridCache<S>) -> Vec<CacheLayout> {
+    cache.groups().iter().map(|group| group.desc().layout).collect()
+}
 
 /// [`refused`], of a step that adds tokens to a cache whose layers have these layouts.
 pub(crate) fn step_refused(error: Error, layouts: &[CacheLayout]) -> PyErr {
