@@ -221,7 +221,7 @@ typedef struct FlashtileOptions {
   float scale;
   // `c` of `softcap(x) = c * tanh(x / c)`; 0 is no softcap.
   float softcap;
-  // Slopes of ALiBi, `[q_heads]`.
+  // Slopes of ALiBi, `[q_heads]` or `[sequences, q_heads]`.
   struct FlashtileFloats alibi_slopes;
   // Logits that join the denominator of the softmax, `[q_heads]`.
   struct FlashtileFloats sinks;

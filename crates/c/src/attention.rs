@@ -57,7 +57,7 @@ pub struct FlashtileOptions {
     pub scale: f32,
     /// `c` of `softcap(x) = c * tanh(x / c)`; 0 is no softcap.
     pub softcap: f32,
-    /// Slopes of ALiBi, `[q_heads]`.
+    /// Slopes of ALiBi, `[q_heads]` or `[sequences, q_heads]`.
     pub alibi_slopes: FlashtileFloats,
     /// Logits that join the denominator of the softmax, `[q_heads]`.
     pub sinks: FlashtileFloats,
