@@ -26,7 +26,7 @@ def permitted(expression):
 
 def packages(kinds):
     """Names and versions of packages that are compiled, for any system: metadata also lists optional ones that no feature asks for."""
-    tree = ["cargo", "tree", "--locked", "--workspace", "--target", "all", "--edges", kinds, "--prefix", "none", "--format", "{p}"]
+    tree = ["cargo", "tree", "--locked", "--workspace", "--all-features", "--target", "all", "--edges", kinds, "--prefix", "none", "--format", "{p}"]
     lines = subprocess.check_output(tree, text=True).split("\n")
     return {tuple(line.split()[:2]) for line in lines if line}
 

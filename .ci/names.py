@@ -17,7 +17,7 @@ import tempfile
 import tomllib
 
 from harness import ROOT, Failed, output
-from packages import CANDLE, published
+from packages import BURN, CANDLE, published
 
 WORKSPACE = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
 
@@ -54,7 +54,7 @@ def of_project(name, folder):
 
 
 def main():
-    crates = [member["name"] for folder in (ROOT, ROOT / CANDLE) for member in published(folder)]
+    crates = [member["name"] for folder in (ROOT, ROOT / CANDLE, ROOT / BURN) for member in published(folder)]
     project = tomllib.loads((ROOT / "python" / "pyproject.toml").read_text())["project"]["name"]
     questions = [("crates.io", name, of_crate) for name in crates] + [("PyPI", project, of_project)]
     others, free, done = 0, 0, []

@@ -39,7 +39,7 @@ MAX_PACKAGE = 1 << 20
 NAMED_BY_USERS = ["flashtile-kernel", "flashtile", "flashtile-c", "flashtile-cli"]
 
 # The workspace of flashtile-candle.
-CANDLE = "crates/candle"
+CANDLE, BURN = "crates/candle", "crates/burn"
 
 # Pages of items that need a feature.
 GATED = {
@@ -176,15 +176,15 @@ def compiles(selections, packages, target=TARGET):
             return
 
 
-def candle(root, packages, others):
-    """Faults of the package of flashtile-candle, made against the other packages, that are seen without compiling it."""
+def apart(root, folder, packages, others):
+    """Faults of packages of a workspace of its own, made against the other packages, that are seen without compiling them."""
     packages.mkdir()
-    members = published(root / CANDLE)
+    members = published(root / folder)
     patches = [f'--config=patch.crates-io.{name}.path="{folder.as_posix()}"' for name, folder in others.items()]
-    lock = root / CANDLE / "Cargo.lock"
+    lock = root / folder / "Cargo.lock"
     locked = lock.read_bytes()
     try:
-        pack(root / CANDLE, members, packages, *patches)
+        pack(root / folder, members, packages, *patches)
     finally:
         # cargo notes in it that there are patches.
         lock.write_bytes(locked)
@@ -201,7 +201,7 @@ def check(root, packages):
         wrong = [line for member in members for line in manifest(member, names)]
         pack(root, members, packages)
         wrong += [line for member in members for line in contents(root, member, packages)]
-        return wrong + list(candle(root, packages / "candle", unpacked(members, packages)))
+        return wrong + list(apart(root, CANDLE, packages / "candle", unpacked(members, packages)))
     except Fault as why:
         return [str(why)]
 
@@ -233,6 +233,7 @@ def whole():
     folders = unpacked(published(ROOT), packages)
     workspace(ROOT, folders, packages)
     wrong = list(compiles([["-p", name] for name in NAMED_BY_USERS] + [["--workspace", "--all-features"]], packages))
+    wrong += apart(ROOT, BURN, packages / "burn", folders)
     candle = packages / "candle"
     workspace(ROOT / CANDLE, folders | unpacked(published(ROOT / CANDLE), candle), candle)
     return wrong + list(compiles([["--workspace"]], candle, OPERATORS["CARGO_TARGET_DIR"]))

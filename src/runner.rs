@@ -94,6 +94,9 @@ impl Runner {
     pub fn prepare(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<()> {
         self.plan(desc)?;
         inputs::check(self.plans[0].problem(), inputs, outputs)?;
+        if self.plans[0].workers() > 1 {
+            Cpu::pool_threads()?;
+        }
         self.reserve()
     }
 

@@ -278,12 +278,8 @@ struct NewTokens<'c, S: StepStore> {
 impl<S: StepStore> Drop for NewTokens<'_, S> {
     fn drop(&mut self) {
         for cache in &mut self.groups.caches[..self.extended] {
-            for &(seq, tokens) in &self.batch {
-                if let Ok(len) = cache.len(seq) {
-                    let back = cache.truncate(seq, len - tokens);
-                    debug_assert!(back.is_ok());
-                }
-            }
+            let back = cache.take_back(&self.batch);
+            debug_assert!(back.is_ok());
         }
     }
 }

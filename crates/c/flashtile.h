@@ -28,7 +28,7 @@ typedef enum FlashtileStatus {
   // Done.
   FLASHTILE_STATUS_OK = 0,
   // The arguments contradict each other or the contract: a null pointer, a shape that does not fit, an unknown sequence. Nothing was
-  // changed.
+  // changed, but that `flashtile_step_attend` may have stored the rows of its layer.
   FLASHTILE_STATUS_INVALID = 1,
   // The request is valid, and the backend has no kernel for it.
   FLASHTILE_STATUS_UNSUPPORTED = 2,

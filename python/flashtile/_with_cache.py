@@ -101,7 +101,11 @@ def attention_with_cache(
     if is_torch(q) and q.is_cuda:
         from ._cuda import attention_with_cache as compute
     made, lse = compute(arguments, new, args, checked(options), maker(q))
-    out = made if out is None else written(out)
+    if out is not None:
+        out = written(out)
+    else:
+        # Made with the rows of a sequence one after another, as q has them.
+        out = made.swapaxes(1, 2) if made.ndim == 4 and layout == "bhsd" else made
     if not return_lse:
         return out
     return out, lse if lse.ndim == 2 else _batch_first(lse)
@@ -143,13 +147,13 @@ def _writer(pairs, layout):
     pairs = [(_writable(f"{name}_cache", cache, new), _array(new)) for name, (cache, new) in zip("kv", pairs)]
 
     def write(pages, rows):
-        for cache, new in pairs:
-            if layout == "bhsd":
-                cache = cache.swapaxes(1, 2)
-                new = new.swapaxes(1, 2) if new.ndim == 4 else new
-            at = [numpy.asarray(index, numpy.int64).reshape(new.shape[:-2]) for index in (pages, rows)]
-            if is_torch(cache):
-                at = [tensors().torch.as_tensor(index, device=cache.device) for index in at]
+        order = lambda x: x.swapaxes(1, 2) if layout == "bhsd" and x.ndim == 4 else x
+        ordered = [(order(cache), order(new)) for cache, new in pairs]
+        cache, new = ordered[0]
+        at = [numpy.asarray(index, numpy.int64).reshape(new.shape[:-2]) for index in (pages, rows)]
+        if is_torch(cache):
+            at = [tensors().torch.as_tensor(index, device=cache.device) for index in at]
+        for cache, new in ordered:
             cache[at[0], at[1]] = new
 
     return write
@@ -166,6 +170,8 @@ def _writable(name, cache, new):
     if is_torch(cache) != is_torch(new):
         raise TypeError(f"{name[0]} is a {type(new).__name__} and {name} a {type(cache).__name__}, expected both of one kind")
     if is_torch(cache):
+        if tensors().readable(name, cache) is not cache:
+            raise ValueError(f"{name} is a view whose elements are computed when they are read: give the tensor that holds them, or a copy")
         if cache.is_inference() and not tensors().torch.is_inference_mode_enabled():
             raise ValueError(f"{name} was made under torch.inference_mode(), which allows writes there alone: call it there, or clone it")
         return cache

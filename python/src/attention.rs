@@ -8,7 +8,7 @@ use crate::process;
 use crate::tensors::Plainness;
 use flashtile::cuda::{self, GpuOutputs};
 use flashtile::{Outputs, Runner};
-use pyo3::exceptions::{PyBufferError, PyRuntimeError};
+use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -136,6 +136,15 @@ impl<'py> Made<'py> {
         let lse = options.lse.then(|| new("lse", &shapes.lse)).transpose()?;
         let of_lse = lse.as_ref().map(|lse| Memory::made(options.stream, "lse", lse)).transpose()?;
         Ok(Self { objects: (out, lse), out: memory, lse: of_lse })
+    }
+
+    /// Refuses an out of another shape.
+    pub(crate) fn check_out(&self, expected: &[usize]) -> PyResult<()> {
+        let got = self.out.shape();
+        if got != expected {
+            return Err(PyValueError::new_err(format!("out has shape {got:?}, expected {expected:?}")));
+        }
+        Ok(())
     }
 
     /// Joins batch and rows of out to one axis.

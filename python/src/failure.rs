@@ -20,7 +20,6 @@ pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
         Error::Problem(ProblemError::OffsetUnsaid { .. } | ProblemError::OffsetUnsaidPadded { .. }) => {
             PyValueError::new_err(error.to_string().replace(OFFSETS, OFFSETS_OF_PYTHON))
         }
-        Error::Run(RunError::NotKept { .. }) => PyValueError::new_err(format!("{error}: {FORGOTTEN}")),
         Error::Device(_) | Error::Run(RunError::Threads { .. }) => PyRuntimeError::new_err(error.to_string()),
         _ => PyValueError::new_err(error.to_string()),
     }
@@ -29,9 +28,6 @@ pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
 /// The offsets, as the library's errors and as the options of Python call them.
 const OFFSETS: &str = "top-left, bottom-right or a number";
 const OFFSETS_OF_PYTHON: &str = "'top_left', 'bottom_right' or the key position of query 0";
-
-const FORGOTTEN: &str = "the tokens before were forgotten, or overwritten in a ring. Give window=(left, 0) with a left that does not reach \
-                         them; a ring needs a capacity of left plus the tokens of a step";
 
 /// Layouts of the layers of a cache, for [`step_refused`].
 pub(crate) fn layouts<S: PageStore>(cache: &HybridCache<S>) -> Vec<CacheLayout> {

@@ -1,6 +1,7 @@
 //! Options of a call, as the Python functions document them.
 
 use crate::memory::{Axes, DeviceList, Memory, OnDevice, Stream};
+use flashtile::problem::MAX_SEQUENCES;
 use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibility};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
@@ -180,7 +181,7 @@ impl Options {
                 "a mask was given with q_lens or kv_lens of packed sequences, which the mask can hide by itself",
             ));
         }
-        Ok(Self {
+        let options = Self {
             causal: flag(causal)?.unwrap_or_default(),
             window: sides(window.map(pair).transpose()?.unwrap_or((-1, -1)))?,
             chunk: chunk.map(keys_of_chunk).transpose()?.unwrap_or_default(),
@@ -196,7 +197,15 @@ impl Options {
             layout: axes(layout.map(|of| of.extract::<String>("a name")).transpose()?)?,
             lse: flag(lse)?.unwrap_or_default(),
             stream,
-        })
+        };
+        let has_unused = matches!(&options.lengths, Lengths::Packed(Packed { has_unused: true, .. }));
+        let is_positional = !options.visibility().is_full() || options.alibi_slopes.is_some();
+        if has_unused && is_positional && options.q_offset.is_none() {
+            return Err(PyValueError::new_err(
+                "q_offset is missing: q_lens or kv_lens leave rows of packed sequences unused, so give 'top_left' or 'bottom_right'",
+            ));
+        }
+        Ok(options)
     }
 
     /// Refuses ALiBi slopes of another shape than `[heads]` and `[sequences, heads]`: of a call over a batch, or of packed sequences.
@@ -235,7 +244,8 @@ impl Options {
     pub(crate) fn check_masks(&self, batch: usize, q_len: usize, kv_len: usize) -> PyResult<()> {
         let lens: Vec<(usize, usize)> = match &self.lengths {
             _ if self.mask_lens.is_none() => return Ok(()),
-            Lengths::Dense => vec![(q_len, kv_len); batch],
+            // A larger batch is refused by its description.
+            Lengths::Dense => vec![(q_len, kv_len); batch.min(MAX_SEQUENCES)],
             Lengths::Padded(kv_lens) => kv_lens.iter().map(|kv_len| (q_len, *kv_len)).collect(),
             Lengths::Packed(Packed { q, k, .. }) => {
                 let spans = |starts: &[usize]| -> Vec<usize> {
@@ -287,11 +297,15 @@ impl Options {
         Ok(self.sinks.as_ref().map(|sinks| sinks.device(on)).transpose()?.flatten())
     }
 
+    fn visibility(&self) -> Visibility {
+        if self.causal { Visibility::causal() } else { Visibility::default() }
+            .and(Visibility::window(self.window.0, self.window.1))
+            .chunked(self.chunk)
+    }
+
     /// Sets everything but the mask in the description of a problem.
     pub(crate) fn set(&self, desc: &mut ProblemDesc) {
-        desc.visibility = if self.causal { Visibility::causal() } else { Visibility::default() }
-            .and(Visibility::window(self.window.0, self.window.1))
-            .chunked(self.chunk);
+        desc.visibility = self.visibility();
         desc.q_offset = self.q_offset;
         desc.scale = self.scale;
         desc.softcap = self.softcap;

@@ -298,6 +298,11 @@ impl Paged {
 impl New<'_> {
     /// Refuses rows that are not as the caches have them.
     fn check(&self, call: &Call, axes: Axes, total: usize) -> PyResult<()> {
+        let [of_k, of_v] = [self.k.sizes(axes)?, self.v.sizes(axes)?];
+        if (of_v[0], of_v[2]) != (of_k[0], of_k[2]) {
+            let (k, v) = (self.k.shape(), self.v.shape());
+            return Err(wrong(format!("v has shape {v:?}, expected the tokens of k, {k:?}")));
+        }
         for (new, cache) in [(&self.k, &call.k), (&self.v, &call.v)] {
             let name = new.block.name;
             if new.dtype()? != cache.dtype()? {
@@ -357,10 +362,13 @@ pub(crate) fn attention_with_cache(
     paged.desc.clone().validate().map_err(refused)?;
     let [batch, heads, rows, _] = shape;
     let lse = if is_packed { vec![heads, rows] } else { vec![heads, batch, rows] };
-    let shapes = Shapes { out: q_axes.shape(shape), lse };
+    // Rows of a sequence that follow one another are one axis with the batch.
+    let out_axes = if is_packed || !out.is_none() { q_axes } else { Axes::Bshd };
+    let shapes = Shapes { out: out_axes.shape(shape), lse };
     let mut made = Made::new(out, &call.options, shapes, make)?;
+    made.check_out(&out_axes.shape(shape))?;
     if !is_packed {
-        made.join_batch(axes)?;
+        made.join_batch(out_axes)?;
     }
     let mut others = vec![&call.q, &call.k, &call.v];
     others.extend(new.iter().flat_map(|new| [&new.k, &new.v]));

@@ -250,6 +250,27 @@ def test_the_whole_cache(rng):
     assert one.shape == (7, 4, VALUE_DIM)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_head_major_views_of_tokens(rng, paged):
+    """Tensors that were made token-major and swapped, as models have them, with new tokens."""
+    q, k, v = normal(rng, 2, 3, 4, DIM), normal(rng, 2, 3, 2, DIM), normal(rng, 2, 3, 2, VALUE_DIM)
+    caches = [Cache(numpy.random.default_rng(5), [9, 30], paged) for _ in range(2)]
+    want, want_lse = attention_with_cache(
+        q, caches[0].k_cache, caches[0].v_cache, k=k, v=v, cache_lens=[9, 30], layout="bshd", return_lse=True, **caches[0].places
+    )
+    swapped = [x.swapaxes(1, 2) for x in (q, caches[1].k_cache, caches[1].v_cache, k, v)]
+    given = {"k": swapped[3], "v": swapped[4], "cache_lens": [9, 30], **caches[1].places}
+    out, lse = attention_with_cache(*swapped[:3], return_lse=True, **given)
+    assert numpy.array_equal(out, want.swapaxes(1, 2)) and numpy.array_equal(lse, want_lse)
+    for of in ("k_cache", "v_cache"):
+        assert numpy.array_equal(getattr(caches[0], of), getattr(caches[1], of), equal_nan=True)
+    with pytest.raises(ValueError, match=r"out has shape .2, 3, 4, 16., expected .2, 4, 3, 16."):
+        attention_with_cache(*swapped[:3], out=numpy.zeros((2, 3, 4, VALUE_DIM), numpy.float32), **given)
+    with pytest.raises(ValueError, match=r"v has shape .3, 2, 2, 16., expected the tokens of k, .2, 3, 2, 32."):
+        other = v.reshape(3, 2, 2, VALUE_DIM)
+        attention_with_cache(q, caches[0].k_cache, caches[0].v_cache, k=k, v=other, cache_lens=[9, 30], layout="bshd", **caches[0].places)
+
+
 def test_nothing_is_written_where_a_call_is_refused(rng):
     cache = Cache(rng, [9, 33], paged=True)
     q, k, v = normal(rng, 2, 4, DIM), normal(rng, 2, 2, DIM), normal(rng, 2, 2, VALUE_DIM)
@@ -279,7 +300,7 @@ def test_nothing_is_written_where_a_call_is_refused(rng):
         ({"v": None}, ValueError, "v is missing"),
         ({"k": k.astype(numpy.float16)}, TypeError, "k is f16, expected f32 as the cache has"),
         ({"k": k[:, :1]}, ValueError, "k has shape .2, 1, 32., expected 2 new tokens of 2 heads of 32"),
-        ({"v": v[:1]}, ValueError, "v has shape .1, 2, 16., expected 2 new tokens"),
+        ({"v": v[:1]}, ValueError, "v has shape .1, 2, 16., expected the tokens of k, .2, 2, 32."),
         ({"q_lens": [1, 2]}, ValueError, "q_lens is .1, 2., expected 2 queries in all"),
         ({"cu_seqlens": [0, 1]}, ValueError, "cu_seqlens of q is .0, 1., expected to start at 0"),
         ({"cu_seqlens": ([0, 1, 2], [0, 3, 2])}, ValueError, "cu_seqlens of k"),
@@ -288,7 +309,7 @@ def test_nothing_is_written_where_a_call_is_refused(rng):
         ({"sinks": [1.0]}, ValueError, "sinks has 1 elements, expected 4"),
         ({"q_offset": "right"}, ValueError, "q_offset is 'right'"),
         ({"out": k}, (ValueError, BufferError), "out"),
-        ({"out": cache.k_cache[0, :2].swapaxes(0, 1)[:2]}, BufferError, "out overlaps k_cache"),
+        ({"out": cache.v_cache[:2, :4, 0]}, BufferError, "out overlaps v_cache"),
         ({"k": cache.k_cache[0, :2]}, BufferError, "k_cache overlaps k in memory"),
     ]
     for changed, error, text in refused:
@@ -354,6 +375,8 @@ def test_tensors_of_pytorch(rng):
     with pytest.raises(ValueError, match="v_cache was made under torch.inference_mode"):
         attention_with_cache(q, caches[0], inference, k=-tensors["k"], v=-tensors["v"], **options)
     assert torch.equal(caches[0].nan_to_num(), kept.nan_to_num())
+    with pytest.raises(ValueError, match="k_cache is a view whose elements are computed"):
+        attention_with_cache(q, torch._neg_view(caches[0]), caches[1], **tensors, **options)
     with pytest.raises(BufferError, match="elements overlap"):
         attention_with_cache(q, caches[0], caches[1][:1].expand_as(caches[1]), **tensors, **options)
     with pytest.raises(ValueError, match="k_cache requires one"):

@@ -19,7 +19,7 @@ pub enum FlashtileStatus {
     /// Done.
     Ok = 0,
     /// The arguments contradict each other or the contract: a null pointer, a shape that does not fit, an unknown sequence. Nothing was
-    /// changed.
+    /// changed, but that `flashtile_step_attend` may have stored the rows of its layer.
     Invalid = 1,
     /// The request is valid, and the backend has no kernel for it.
     Unsupported = 2,

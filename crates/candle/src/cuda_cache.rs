@@ -1,6 +1,6 @@
 //! Caches in the memory of a CUDA device, and their steps over tensors there.
 
-use crate::gpu::{GpuStorage, Lent, check_same_device, first, prepare, read_option, uninit};
+use crate::gpu::{GpuStorage, Lent, first, prepare, read_option, uninit};
 use crate::options::{Mask, Options};
 use crate::storage::{Axes, Qkv, Stored, check_no_gradient, read, refused};
 use candle_core::op::BackpropOp;
@@ -63,7 +63,6 @@ impl CudaStep<'_> {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let mut options = options.clone();
         tensors.each(check_no_gradient)?;
-        tensors.each(|name, tensor| check_same_device(name, tensor, self.device))?;
         prepare(tensors, &mut options, self.device)?;
         let mask = options.mask.as_ref().map(|mask| match mask {
             Mask::Visible(tensor) | Mask::Additive(tensor) => tensor,
@@ -102,6 +101,7 @@ impl CudaStep<'_> {
             view.map_err(|error| Error::msg(format!("mask: {error}")))
         });
         let ([_, heads, tokens, _], [_, _, _, value_dim]) = (q.shape, v.shape);
+        options.check_slopes(heads)?;
         let expected: usize = self.lens().iter().map(|lens| lens.q_len).sum();
         if tokens != expected {
             bail!("q has {tokens} tokens, the step has {expected}")

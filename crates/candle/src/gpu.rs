@@ -309,6 +309,7 @@ impl Op {
         let (axes, Qkv { q, k, v }) = (self.options.axes(), &tensors.qkv);
         let (q, k, v) = (q.elements(on, axes.q)?, k.elements(on, axes.kv)?, v.elements(on, axes.kv)?);
         let dtype = tensors.qkv.q.dtype("F32, F16 or BF16")?;
+        self.options.check_slopes(q.shape[1])?;
         let mut desc = self.options.desc(dtype, Qkv { q: q.shape, k: k.shape, v: v.shape });
         let slopes = tensors.slopes.as_ref().map(|list| list.list(on)).transpose()?;
         let sinks = tensors.sinks.as_ref().map(|list| list.list(on)).transpose()?;

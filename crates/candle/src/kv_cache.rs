@@ -150,6 +150,15 @@ impl KvCache {
         with!(self, mut cache => cache.set_key_mean(layer, mean))
     }
 
+    /// Checks that every row written since the last call was stored. Rows that are not finite, or too large for their codec, are refused on
+    /// the CPU when they are written; a CUDA device stores them as NaN, and this waits for it.
+    ///
+    /// # Errors
+    /// The first of the rows that were not stored, with its layer, counted among the layers of one description.
+    pub fn check_stored(&mut self) -> Result<()> {
+        with!(self, mut cache => cache.check_stored())
+    }
+
     /// Memory use.
     #[must_use]
     pub fn memory(&self) -> CacheMemory {
@@ -323,6 +332,7 @@ fn attend(
 ) -> Result<(CpuStorage, Shape)> {
     let Qkv { q, k, v } = tensors.each(|_, tensor| tensor.view(Axes::Packed))?;
     let ([_, heads, tokens, _], [_, _, _, value_dim]) = (q.shape(), v.shape());
+    options.check_slopes(heads)?;
     let expected: usize = step.lens().iter().map(|lens| lens.q_len).sum();
     if tokens != expected {
         bail!("q has {tokens} tokens, the step has {expected}")

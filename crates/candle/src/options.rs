@@ -4,7 +4,7 @@ use crate::storage::{
     Axes, CallAxes, Qkv, Stored, TensorLayout, check_device, check_no_gradient, list_f32, read, refused,
     refused_shape, write_new, zeros,
 };
-use candle_core::{CpuStorage, Result, Shape, Tensor};
+use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use flashtile::{
     Attention, BlockTables, Inputs, MaskView, Outputs, ProblemDesc, QOffset, Runner, Sequences, Visibility,
 };
@@ -239,6 +239,16 @@ impl Options {
         desc
     }
 
+    /// Refuses ALiBi slopes of another shape than `[q_heads]` and `[sequences, q_heads]`; the description knows the number of sequences.
+    pub(crate) fn check_slopes(&self, q_heads: usize) -> Result<()> {
+        match self.alibi_slopes.as_ref().map(Tensor::dims) {
+            Some(dims) if dims.last() != Some(&q_heads) => {
+                bail!("alibi_slopes has shape {dims:?}, expected [{q_heads}], or [sequences, {q_heads}]")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Sets how a problem divides into sequences.
     pub(crate) fn set_sequences(&self, desc: &mut ProblemDesc) {
         desc.sequences = self.sequences.clone();
@@ -252,6 +262,7 @@ impl Options {
     pub(crate) fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
         let axes = self.axes();
         let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
+        self.check_slopes(q.shape()[1])?;
         self.with(|options| {
             let mut desc = options.desc(&q, &k, &v);
             self.set_sequences(&mut desc);

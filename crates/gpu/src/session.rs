@@ -214,8 +214,8 @@ impl<E: Engine> Session<E> {
         })
     }
 
-    /// Checks everything that [`Session::run_paged`] would refuse, without launching anything: a caller that writes new rows to its own pages
-    /// does so after this call.
+    /// Checks everything that [`Session::run_paged`] would refuse, and copies the tables to the device, without computing: a caller that writes
+    /// new rows to its own pages does so after this call.
     ///
     /// # Errors
     /// As [`Session::run_paged`].
@@ -227,7 +227,14 @@ impl<E: Engine> Session<E> {
         outputs: &GpuOutputs<'_, MemoryOf<E>>,
     ) -> Result<(), E::Error> {
         self.select(desc)?;
-        Ok(check_paged(self.plans[0].problem(), inputs, tables, outputs)?)
+        let captures = self.captures()?;
+        self.run_selected(|device, engine, kept| {
+            check_paged(kept.problem(), inputs, tables, outputs)?;
+            if engine.write_sequences(device, &mut kept.prepared, Some(tables))? {
+                kept.tables.write(device, tables, inputs.k.shape[0], captures)?;
+            }
+            Ok(())
+        })
     }
 
     /// Computes a description over tensors in host memory: copies them to the device, runs, waits, and copies

@@ -28,7 +28,7 @@ fn dtypes() -> Result<()> {
     let slopes = Tensor::ones(2, DType::F64, &Device::Cpu)?;
     assert_eq!(
         said(flash_attn_alibi(&q, &kv, &kv, &slopes, 1.0, false)),
-        "alibi_slopes is F64 of shape [2], expected F32 of one axis"
+        "alibi_slopes is F64 of shape [2], expected F32 of one axis or two"
     );
     Ok(())
 }
@@ -65,7 +65,18 @@ fn shapes() -> Result<()> {
     let error = said(sdpa(&q, &kv, &kv, Some(&mask), false, 1.0, 1.0));
     assert_eq!(error, "mask has shape [1, 1, 2, 3], expected [1, 4, 2, 2] with any axis 1");
     let error = said(flash_attn_alibi(&q, &kv, &kv, &Tensor::ones(3, DType::F32, &Device::Cpu)?, 1.0, false));
-    assert_eq!(error, "alibi_slopes has 3 elements, expected 2");
+    assert_eq!(error, "alibi_slopes has shape [3], expected [2], or [sequences, 2]");
+    // Slopes of three batch entries with two heads, and their transpose.
+    let (q, slopes) = (random(&[3, 4, 2, 8], 1), random(&[3, 2], 5));
+    let of_entry = |n: usize| {
+        let [q, slopes] = [q.narrow(0, n, 1)?, slopes.narrow(0, n, 1)?.squeeze(0)?];
+        flash_attn_alibi(&q, &q, &q, &slopes, 1.0, true)
+    };
+    let apart = Tensor::cat(&(0..3).map(of_entry).collect::<Result<Vec<_>>>()?, 0)?;
+    let together = flash_attn_alibi(&q, &q, &q, &slopes, 1.0, true)?;
+    assert_eq!(together.flatten_all()?.to_vec1::<f32>()?, apart.flatten_all()?.to_vec1::<f32>()?);
+    let error = said(flash_attn_alibi(&q, &q, &q, &slopes.t()?, 1.0, true));
+    assert_eq!(error, "alibi_slopes has shape [2, 3], expected [2], or [sequences, 2]");
     Ok(())
 }
 

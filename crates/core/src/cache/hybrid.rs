@@ -16,7 +16,7 @@ use crate::limits::MAX_LEN;
 /// Layers with equal descriptions form a group, which is a [`KvCache`] with a table of its own. All groups hold the same sequences, named by
 /// the same [`SeqId`]s, with the same lengths; which of their tokens are kept depends on the layout of the group.
 ///
-/// An operation that is refused changes no sequence. As in a [`KvCache`], a batch lists a sequence at most once, and operations return the
+/// An operation that is refused changes no sequence. Errors that name a layer count the layers of its group. As in a [`KvCache`], a batch lists a sequence at most once, and operations return the
 /// error type of the store.
 ///
 /// ```
@@ -157,12 +157,7 @@ impl<S: PageStore> HybridCache<S> {
         for index in 0..self.groups.len() {
             // Rings, which cannot take back the tokens that they give up, come last and have room for any batch that a group before them took.
             if let Err(error) = self.groups[index].extend(batch) {
-                for group in &mut self.groups[..index] {
-                    for &(seq, tokens) in batch {
-                        let len = group.len(seq)? - tokens;
-                        group.truncate(seq, len)?;
-                    }
-                }
+                self.groups[..index].iter_mut().try_for_each(|group| group.take_back(batch))?;
                 return Err(error);
             }
         }
@@ -274,7 +269,7 @@ impl<S: PageStore> HybridCache<S> {
     /// Checks that every row written since the last call was stored, as [`KvCache::check_stored`].
     ///
     /// # Errors
-    /// As [`KvCache::check_stored`], with the layer of the group.
+    /// As [`KvCache::check_stored`].
     pub fn check_stored(&mut self) -> Result<(), S::Error> {
         self.groups.iter_mut().try_for_each(KvCache::check_stored)
     }

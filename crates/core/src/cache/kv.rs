@@ -307,7 +307,23 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
     pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), S::Error> {
         self.table.extend(batch, &mut self.copies)?;
-        self.copy_pages()
+        if let Err(error) = self.copy_pages() {
+            self.take_back(batch)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Takes the last tokens of each listed sequence back, which [`KvCache::extend`] has added.
+    ///
+    /// # Errors
+    /// As [`KvCache::truncate`].
+    #[doc(hidden)]
+    pub fn take_back(&mut self, batch: &[(SeqId, usize)]) -> Result<(), S::Error> {
+        batch.iter().try_for_each(|&(seq, tokens)| {
+            let len = self.table.kept(seq)?.end.saturating_sub(tokens);
+            self.truncate(seq, len)
+        })
     }
 
     /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total,
@@ -350,11 +366,8 @@ impl<S: PageStore> KvCache<S> {
         if layers.len() != self.desc.layers {
             return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers }.into());
         }
-        for (k, v) in layers {
-            self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
-        }
         for (layer, (k, v)) in layers.iter().enumerate() {
-            self.store.check(layer, k, v)?;
+            self.check_write(layer, total_tokens(batch), k, v)?;
         }
         self.extend(batch)?;
         for (layer, (k, v)) in layers.iter().enumerate() {

@@ -175,7 +175,8 @@ impl CpuPlan {
     }
 
     /// Number of threads that have work.
-    pub(crate) fn workers(&self) -> usize {
+    #[must_use]
+    pub fn workers(&self) -> usize {
         let most = self.schedule.levels.iter().map(|level| level.tasks.len()).max();
         self.threads.min(most.unwrap_or(0)).max(1)
     }

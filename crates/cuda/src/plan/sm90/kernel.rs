@@ -189,16 +189,14 @@ fn workload(problem: &Problem, facts: &CudaFacts, sequences: &[usize], has_bias:
         Sequences::Cached { .. } => usize::MAX,
     };
     let is_causal = desc.visibility.right() == Some(0);
-    let sees_all_before = desc.visibility.left().is_none() && chosen().all(|s| s.kv_len <= s.q_len);
-    let window = desc.visibility.left().zip(desc.visibility.right());
-    let window = window.map_or(usize::MAX, |(left, right)| left.saturating_add(right).saturating_add(1));
+    let sees_all_before = desc.visibility.is_causal() && chosen().all(|s| s.kv_len <= s.q_len);
     Workload {
         rows: chosen().map(|s| s.q_len.saturating_mul(dims.gqa_group())).collect(),
         kv_heads: dims.kv_heads,
         multiprocessors: facts.multiprocessors,
-        keys: window.min(kv_len),
+        keys: desc.visibility.span().map_or(kv_len, |span| span.min(kv_len)),
         is_causal,
-        is_triangular: is_causal && sees_all_before,
+        is_triangular: sees_all_before,
         has_bias,
     }
 }
