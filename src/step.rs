@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{
-    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KvCache, PageStore, SeqId,
+    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KvCache, PageStore, SeqId, name_layer,
 };
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Outputs, RunError};
@@ -383,7 +383,9 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     fn write(&mut self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<()> {
         let NewTokens { groups, batch, .. } = &mut self.tokens;
         let at = groups.find(layer)?;
-        groups.caches[at.group].write(at.layer, batch, k, v).map_err(Into::into)?;
+        let written = groups.caches[at.group].write(at.layer, batch, k, v);
+        let named = |error| name_layer::<S>(error, groups.layers.unwrap_or_default(), at.group);
+        written.map_err(|error| named(error).into())?;
         self.written[layer] = true;
         Ok(())
     }

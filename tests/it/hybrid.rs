@@ -2,7 +2,7 @@
 
 use flashtile::{
     Attention, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Dtype, HybridCache, KvCache,
-    KvCacheExt, Outputs, OwnedTensor, SeqId, StepTensors,
+    KvCacheExt, Outputs, OwnedTensor, SeqId, StepTensors, TensorView,
 };
 use flashtile_testkit::Rng;
 use half::bf16;
@@ -187,6 +187,32 @@ fn a_step_that_does_not_fit_a_group_changes_nothing() {
     let snapshots = cache.snapshot(third).unwrap();
     let refused = cache.restore(&snapshots[..2]);
     assert_eq!(refused, Err(CacheError::SnapshotDimension { name: "groups", expected: 3, got: 2 }));
+}
+
+#[test]
+fn errors_name_layers_as_the_model_does() {
+    let [ring, paged] =
+        [CacheLayout::Ring { slots: 2, capacity: 6 }, CacheLayout::Paged { pages: 8, page_size: 4 }];
+    let mut codes = HybridCache::new(&[paged, ring, paged].map(|layout| {
+        let codec = if layout == ring { Codec::F32 } else { Codec::Int8 };
+        let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 64, value_dim: 64 };
+        CacheDesc::new(layout, shape, codec)
+    }))
+    .unwrap();
+    let seq = codes.create().unwrap();
+    let (good, bad) = ([1.0f32; 64], [f32::NAN; 64]);
+    let [good, bad] = [&good, &bad].map(|row| TensorView::packed(row, [1, 1, 64]).unwrap());
+    codes.extend(&[(seq, 1)]).unwrap();
+    let refused = codes.write(2, &[(seq, 1)], &bad, &good).unwrap_err();
+    assert!(matches!(refused, CacheError::Row { layer: 2, tensor: "k", .. }), "{refused}");
+    codes.write(2, &[(seq, 1)], &good, &good).unwrap();
+    assert_eq!(codes.set_key_mean(2, &[0.0; 64]), Err(CacheError::MeanFixed { layer: 2 }));
+    let mut step = codes.step(&[(seq, 1)]).unwrap();
+    let mut out = OwnedTensor::zeros(Dtype::F32, [1, 1, 1, 64]).unwrap();
+    let refused = step.attend(2, good, bad, good, &mut out.view_mut()).unwrap_err().to_string();
+    assert!(refused.starts_with("layer 2: row 0 of head 0 of k"), "{refused}");
+    drop(step);
+    assert_eq!(codes.len(seq), Ok(1));
 }
 
 /// Layers of the random test: all differ but the first and the last.

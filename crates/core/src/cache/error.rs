@@ -236,6 +236,16 @@ pub enum CacheError {
     SnapshotStorage,
 }
 
+impl CacheError {
+    /// The error with the layer that it names, if it names one, replaced by another.
+    pub(super) fn map_layer(mut self, map: impl FnOnce(usize) -> usize) -> Self {
+        if let Self::Row { layer, .. } | Self::Mean { layer } | Self::MeanFixed { layer } = &mut self {
+            *layer = map(*layer);
+        }
+        self
+    }
+}
+
 impl fmt::Display for CacheError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -16,7 +16,7 @@ use crate::limits::MAX_LEN;
 /// Layers with equal descriptions form a group, which is a [`KvCache`] with a table of its own. All groups hold the same sequences, named by
 /// the same [`SeqId`]s, with the same lengths; which of their tokens are kept depends on the layout of the group.
 ///
-/// An operation that is refused changes no sequence. Errors that name a layer count the layers of its group. As in a [`KvCache`], a batch lists a sequence at most once, and operations return the
+/// An operation that is refused changes no sequence. As in a [`KvCache`], a batch lists a sequence at most once, and operations return the
 /// error type of the store.
 ///
 /// ```
@@ -176,7 +176,8 @@ impl<S: PageStore> HybridCache<S> {
         v: &S::Rows<'_>,
     ) -> Result<(), S::Error> {
         let GroupLayer { group, layer } = self.find(layer)?;
-        self.groups[group].write(layer, batch, k, v)
+        let written = self.groups[group].write(layer, batch, k, v);
+        written.map_err(|error| name_layer::<S>(error, &self.layers, group))
     }
 
     /// [`HybridCache::extend`], then [`HybridCache::write`] with a pair `(k, v)` for each layer. If any of it is refused, no sequence
@@ -193,11 +194,13 @@ impl<S: PageStore> HybridCache<S> {
             return Err(CacheError::LayerCount { got: rows.len(), layers: self.layers() }.into());
         }
         for (at, (k, v)) in self.layers.iter().zip(rows) {
-            self.groups[at.group].check_write(at.layer, total_tokens(batch), k, v)?;
+            let checked = self.groups[at.group].check_write(at.layer, total_tokens(batch), k, v);
+            checked.map_err(|error| name_layer::<S>(error, &self.layers, at.group))?;
         }
         self.extend(batch)?;
         for (at, (k, v)) in self.layers.iter().zip(rows) {
-            self.groups[at.group].write_rows(at.layer, batch, k, v)?;
+            let written = self.groups[at.group].write_rows(at.layer, batch, k, v);
+            written.map_err(|error| name_layer::<S>(error, &self.layers, at.group))?;
         }
         Ok(())
     }
@@ -208,7 +211,8 @@ impl<S: PageStore> HybridCache<S> {
     /// As [`KvCache::set_key_mean`].
     pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), S::Error> {
         let GroupLayer { group, layer } = self.find(layer)?;
-        self.groups[group].set_key_mean(layer, mean)
+        let set = self.groups[group].set_key_mean(layer, mean);
+        set.map_err(|error| name_layer::<S>(error, &self.layers, group))
     }
 
     /// Shortens a sequence to `len` tokens in all layers.
@@ -271,7 +275,9 @@ impl<S: PageStore> HybridCache<S> {
     /// # Errors
     /// As [`KvCache::check_stored`].
     pub fn check_stored(&mut self) -> Result<(), S::Error> {
-        self.groups.iter_mut().try_for_each(KvCache::check_stored)
+        self.groups.iter_mut().enumerate().try_for_each(|(group, cache)| {
+            cache.check_stored().map_err(|error| name_layer::<S>(error, &self.layers, group))
+        })
     }
 
     /// Memory use of all groups: bytes and pages added up, tokens of the group that keeps most.
@@ -326,6 +332,13 @@ impl<S: PageStore> From<KvCache<S>> for HybridCache<S> {
         let layers = (0..cache.desc().layers).map(|layer| GroupLayer { group: 0, layer }).collect();
         Self { groups: vec![cache], layers }
     }
+}
+
+/// An error of a group that names the layer as the model counts it.
+#[doc(hidden)]
+pub fn name_layer<S: PageStore>(error: S::Error, layers: &[GroupLayer], group: usize) -> S::Error {
+    let of_model = |layer| layers.iter().position(|at| *at == GroupLayer { group, layer }).unwrap_or(layer);
+    S::map_refusal(error, |refusal| refusal.map_layer(of_model))
 }
 
 /// The groups of equal descriptions, rings last, and where they have each layer.

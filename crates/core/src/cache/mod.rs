@@ -41,7 +41,7 @@ mod table;
 
 pub use desc::{CacheDesc, CacheLayout, CacheShape};
 pub use error::CacheError;
-pub use hybrid::{GroupLayer, HybridCache};
+pub use hybrid::{GroupLayer, HybridCache, name_layer};
 pub use kv::{CacheMemory, KvCache};
 pub use page_store::PageStore;
 pub use seq_id::SeqId;

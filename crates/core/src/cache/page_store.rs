@@ -18,6 +18,9 @@ pub trait PageStore {
     /// Rows `[1, kv_heads, tokens, dim]` to fill.
     type RowsMut<'a>;
 
+    /// The error with a refusal of the cache, if it is one, replaced by another.
+    fn map_refusal(error: Self::Error, map: impl FnOnce(CacheError) -> CacheError) -> Self::Error;
+
     /// The description that the store was made for.
     fn desc(&self) -> &CacheDesc;
 

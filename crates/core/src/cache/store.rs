@@ -306,6 +306,10 @@ impl PageStore for HostStore {
     type Rows<'a> = TensorView<'a>;
     type RowsMut<'a> = TensorViewMut<'a>;
 
+    fn map_refusal(error: CacheError, map: impl FnOnce(CacheError) -> CacheError) -> CacheError {
+        map(error)
+    }
+
     fn desc(&self) -> &CacheDesc {
         &self.desc
     }

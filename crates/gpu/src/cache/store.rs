@@ -147,6 +147,13 @@ where
     type Rows<'a> = GpuRows<'a, D::Memory>;
     type RowsMut<'a> = GpuRowsMut<'a, D::Memory>;
 
+    fn map_refusal(error: Self::Error, map: impl FnOnce(CacheError) -> CacheError) -> Self::Error {
+        match error {
+            StoreError::Cache(refusal) => StoreError::Cache(map(refusal)),
+            other => other,
+        }
+    }
+
     fn desc(&self) -> &CacheDesc {
         &self.desc
     }
