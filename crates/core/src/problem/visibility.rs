@@ -49,7 +49,7 @@ impl Visibility {
         self
     }
 
-    /// Keys visible under both bands, within the chunks of `other`, or where it has none within those of `self`.
+    /// Keys visible under both bands, within the chunks of `other`, or of `self` where `other` has none.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let tighter = |a: Option<usize>, b: Option<usize>| match (a, b) {
