@@ -95,7 +95,7 @@ fn without_the_logsumexp(case: &Case, built: &CaseData, runner: &CpuRunner, want
     assert_eq!(out.bits(), want.out.bits(), "{}", case.name);
 }
 
-/// One sequence of a batch as a problem of its own. Both have only features whose sole per-batch input is a mask.
+/// One sequence of a batch as a problem of its own. Both have only features whose per-batch inputs are masks and slopes.
 fn alone(whole: &CaseData, case: &Case, n: usize) -> CaseData {
     let s = whole.problem.sequences()[n];
     let mut desc = case.desc.clone();
@@ -110,6 +110,12 @@ fn alone(whole: &CaseData, case: &Case, n: usize) -> CaseData {
     copy(&whole.q, &mut built.q, |[_, h, row, d]| [s.batch, h, s.q_start + row, d]);
     copy(&whole.k, &mut built.k, |[_, h, row, d]| [s.batch, h, s.kv_start + row, d]);
     copy(&whole.v, &mut built.v, |[_, h, row, d]| [s.batch, h, s.kv_start + row, d]);
+    if let (Some(from), Some(slopes), true) =
+        (&whole.alibi_slopes, &mut built.alibi_slopes, case.alibi_per_sequence)
+    {
+        let heads = slopes.slice().len();
+        slopes.slice_mut().copy_from_slice(&from.slice()[n * heads..][..heads]);
+    }
     if let Some(sinks) = &mut built.sinks {
         let from = whole.sinks.as_ref().unwrap();
         sinks.slice_mut().copy_from_slice(from.slice());

@@ -284,19 +284,11 @@ impl Step<'_> {
         Qkv { q, k, v }: Qkv<&Tensor>,
         options: &Options,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let host = match &mut self.inner {
-            StepInner::Host(step) => step,
+        match &mut self.inner {
+            StepInner::Host(step) => attend_on_host(step, layer, Qkv { q, k, v }, options),
             #[cfg(feature = "cuda")]
-            StepInner::Cuda(step) => return step.attend(layer, Qkv { q, k, v }, options),
-        };
-        Qkv { q, k, v }.each(check_device)?;
-        let lse = options.lse.then(|| RefCell::new(Vec::new()));
-        let step = RefCell::new(host);
-        let run =
-            |tensors: Qkv<Stored<'_>>| attend(&mut step.borrow_mut(), layer, tensors, options, lse.as_ref());
-        let out = q.apply_op3_no_bwd(k, v, &Op { name: "attend", run })?;
-        let lse = lse.map(|lse| Tensor::from_vec(lse.into_inner(), (q.dims()[1], q.dims()[0]), q.device()));
-        Ok((out, lse.transpose()?))
+            StepInner::Cuda(step) => step.attend(layer, Qkv { q, k, v }, options),
+        }
     }
 
     /// Keeps the tokens of the step.
@@ -320,6 +312,23 @@ impl Step<'_> {
             StepInner::Cuda(step) => step.lens(),
         }
     }
+}
+
+/// Attends in a layer of a step over a cache in main memory.
+fn attend_on_host(
+    host: &mut flashtile::Step<'_>,
+    layer: usize,
+    Qkv { q, k, v }: Qkv<&Tensor>,
+    options: &Options,
+) -> Result<(Tensor, Option<Tensor>)> {
+    Qkv { q, k, v }.each(check_device)?;
+    let lse = options.lse.then(|| RefCell::new(Vec::new()));
+    let step = RefCell::new(host);
+    let run =
+        |tensors: Qkv<Stored<'_>>| attend(&mut step.borrow_mut(), layer, tensors, options, lse.as_ref());
+    let out = q.apply_op3_no_bwd(k, v, &Op { name: "attend", run })?;
+    let lse = lse.map(|lse| Tensor::from_vec(lse.into_inner(), (q.dims()[1], q.dims()[0]), q.device()));
+    Ok((out, lse.transpose()?))
 }
 
 /// Attends in a layer, and puts the logsumexp into `lse`, if there is one.
