@@ -175,7 +175,13 @@ impl Cache {
 
     /// Refuses a cache with rows that could not be stored, which a device finds out as it encodes them.
     fn check_stored(&self, py: Python<'_>, stream: DeviceStream) -> PyResult<()> {
-        self.with(py, |held| work!(held, named(stream), cache => cache.check_stored()))
+        process::compute()?;
+        // This waits for the device, while other threads run the interpreter.
+        py.detach(|| {
+            let mut place = lock(&self.home);
+            let held = place.as_mut().ok_or_else(open)?;
+            work!(held, named(stream), cache => cache.check_stored())
+        })
     }
 
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
