@@ -322,7 +322,8 @@ enum FlashtileStatus flashtile_attention(const struct FlashtileTensors *tensors,
 // reasons of `flashtile_attention`.
 //
 // # Safety
-// As for `flashtile_attention`, but for `data`; `text` points to a writable pointer.
+// `tensors` points to tensors, and `options` to options or is null; both as their types say, but no `data` of a tensor is read. `text` points to a writable
+// pointer.
 enum FlashtileStatus flashtile_explain(const struct FlashtileTensors *tensors,
                                        const struct FlashtileOptions *options,
                                        char **text);
@@ -358,7 +359,7 @@ enum FlashtileStatus flashtile_cache_create(struct FlashtileCache *cache, Flasht
 // the tokens are copied.
 //
 // # Safety
-// As for `flashtile_cache_create`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `forked` is writable.
 enum FlashtileStatus flashtile_cache_fork(struct FlashtileCache *cache,
                                           FlashtileSequence sequence,
                                           FlashtileSequence *forked);
@@ -372,14 +373,14 @@ enum FlashtileStatus flashtile_cache_remove(struct FlashtileCache *cache, Flasht
 // Removes the tokens from position `length` on, as speculative decoding rolls back.
 //
 // # Safety
-// As for `flashtile_cache_remove`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 enum FlashtileStatus flashtile_cache_truncate(struct FlashtileCache *cache, FlashtileSequence sequence, size_t length);
 
 // Drops the tokens before position `before`, as a sequence that moves on with a window does. Positions and length stay what they are; a
 // query that would see a dropped token is refused.
 //
 // # Safety
-// As for `flashtile_cache_remove`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 enum FlashtileStatus flashtile_cache_forget(struct FlashtileCache *cache,
                                             FlashtileSequence sequence,
                                             size_t before);
@@ -387,20 +388,20 @@ enum FlashtileStatus flashtile_cache_forget(struct FlashtileCache *cache,
 // The length of a sequence in tokens, dropped ones included: the position of its next token.
 //
 // # Safety
-// As for `flashtile_cache_remove`; `length` is writable.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `length` is writable.
 enum FlashtileStatus flashtile_cache_length(struct FlashtileCache *cache, FlashtileSequence sequence, size_t *length);
 
 // Pages, tokens and bytes of a cache: whether a prompt has room.
 //
 // # Safety
-// As for `flashtile_cache_remove`; `memory` is writable.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `memory` is writable.
 enum FlashtileStatus flashtile_cache_memory(struct FlashtileCache *cache, struct FlashtileCacheMemory *memory);
 
 // Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized. It is a constant of the model,
 // and refused once the layer has rows or where keys are not quantized. Attention is exact with any mean.
 //
 // # Safety
-// As for `flashtile_cache_remove`; `mean` as its type says.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; the elements of `mean` are readable.
 enum FlashtileStatus flashtile_cache_set_key_mean(struct FlashtileCache *cache,
                                                   size_t layer,
                                                   struct FlashtileFloats mean);
@@ -412,7 +413,7 @@ enum FlashtileStatus flashtile_cache_set_key_mean(struct FlashtileCache *cache,
 // Returns `FLASHTILE_STATUS_FULL` where there are too few pages, or a slot is too small; the cache is unchanged then.
 //
 // # Safety
-// As for `flashtile_cache_remove`; `batch` points to `count` elements, or is null where `count` is 0.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `batch` points to `count` elements, or is null where `count` is 0.
 enum FlashtileStatus flashtile_step_begin(struct FlashtileCache *cache,
                                           const struct FlashtileNewTokens *batch,
                                           size_t count);
@@ -429,7 +430,8 @@ enum FlashtileStatus flashtile_step_begin(struct FlashtileCache *cache,
 // norm above 8192). The step stays open, and the layer may be tried again.
 //
 // # Safety
-// As for `flashtile_cache_remove`; `tensors` and `options` as for `flashtile_attention`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it. `tensors` points to tensors, and `options` to options or is
+// null; both as their types say.
 enum FlashtileStatus flashtile_step_attend(struct FlashtileCache *cache,
                                            size_t layer,
                                            const struct FlashtileTensors *tensors,
@@ -439,13 +441,13 @@ enum FlashtileStatus flashtile_step_attend(struct FlashtileCache *cache,
 // its tokens.
 //
 // # Safety
-// As for `flashtile_cache_remove`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 enum FlashtileStatus flashtile_step_finish(struct FlashtileCache *cache);
 
 // Ends the step, and takes its tokens back: sequences have the lengths from before. Tokens that a ring gave up for the step are lost.
 //
 // # Safety
-// As for `flashtile_cache_remove`.
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 enum FlashtileStatus flashtile_step_cancel(struct FlashtileCache *cache);
 
 #ifdef __cplusplus

@@ -42,7 +42,7 @@ impl<'a> From<Attention<'a>> for Options<'a> {
 /// ```
 ///
 /// # Errors
-/// As [`attention_with`].
+/// The errors of [`attention_with`].
 pub fn attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -86,7 +86,7 @@ pub fn attention_with<'a>(
 /// [`attention_with`], and the logsumexp of each row in F32, `[batch, q_heads, q_len]`: to merge attention over disjoint keys.
 ///
 /// # Errors
-/// As [`attention_with`].
+/// The errors of [`attention_with`].
 pub fn attention_with_lse<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -122,7 +122,7 @@ pub fn attention_with_lse<'a>(
 /// ```
 ///
 /// # Errors
-/// As [`attention_with`], and the errors of [`Step::attend_with`].
+/// The errors of [`attention_with`] and of [`Step::attend_with`].
 pub fn step_attend<'a>(
     step: &mut Step<'_>,
     layer: usize,

@@ -222,7 +222,8 @@ pub unsafe extern "C" fn flashtile_attention(
 /// reasons of `flashtile_attention`.
 ///
 /// # Safety
-/// As for `flashtile_attention`, but for `data`; `text` points to a writable pointer.
+/// `tensors` points to tensors, and `options` to options or is null; both as their types say, but no `data` of a tensor is read. `text` points to a writable
+/// pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_explain(
     tensors: *const FlashtileTensors,

@@ -389,7 +389,7 @@ pub unsafe extern "C" fn flashtile_cache_create(
 /// the tokens are copied.
 ///
 /// # Safety
-/// As for `flashtile_cache_create`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `forked` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_fork(
     cache: *mut FlashtileCache,
@@ -432,7 +432,7 @@ pub unsafe extern "C" fn flashtile_cache_remove(
 /// Removes the tokens from position `length` on, as speculative decoding rolls back.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_truncate(
     cache: *mut FlashtileCache,
@@ -450,7 +450,7 @@ pub unsafe extern "C" fn flashtile_cache_truncate(
 /// query that would see a dropped token is refused.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_forget(
     cache: *mut FlashtileCache,
@@ -467,7 +467,7 @@ pub unsafe extern "C" fn flashtile_cache_forget(
 /// The length of a sequence in tokens, dropped ones included: the position of its next token.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`; `length` is writable.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `length` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_length(
     cache: *mut FlashtileCache,
@@ -488,7 +488,7 @@ pub unsafe extern "C" fn flashtile_cache_length(
 /// Pages, tokens and bytes of a cache: whether a prompt has room.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`; `memory` is writable.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `memory` is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_memory(
     cache: *mut FlashtileCache,
@@ -518,7 +518,7 @@ pub unsafe extern "C" fn flashtile_cache_memory(
 /// and refused once the layer has rows or where keys are not quantized. Attention is exact with any mean.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`; `mean` as its type says.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it; the elements of `mean` are readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_cache_set_key_mean(
     cache: *mut FlashtileCache,
@@ -540,7 +540,7 @@ pub unsafe extern "C" fn flashtile_cache_set_key_mean(
 /// Returns `FLASHTILE_STATUS_FULL` where there are too few pages, or a slot is too small; the cache is unchanged then.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`; `batch` points to `count` elements, or is null where `count` is 0.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it; `batch` points to `count` elements, or is null where `count` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_step_begin(
     cache: *mut FlashtileCache,
@@ -566,7 +566,8 @@ pub unsafe extern "C" fn flashtile_step_begin(
 /// norm above 8192). The step stays open, and the layer may be tried again.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`; `tensors` and `options` as for `flashtile_attention`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it. `tensors` points to tensors, and `options` to options or is
+/// null; both as their types say.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_step_attend(
     cache: *mut FlashtileCache,
@@ -584,7 +585,7 @@ pub unsafe extern "C" fn flashtile_step_attend(
 /// its tokens.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_step_finish(cache: *mut FlashtileCache) -> FlashtileStatus {
     guard(|| {
@@ -596,7 +597,7 @@ pub unsafe extern "C" fn flashtile_step_finish(cache: *mut FlashtileCache) -> Fl
 /// Ends the step, and takes its tokens back: sequences have the lengths from before. Tokens that a ring gave up for the step are lost.
 ///
 /// # Safety
-/// As for `flashtile_cache_remove`.
+/// `cache` comes from `flashtile_cache_new`, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn flashtile_step_cancel(cache: *mut FlashtileCache) -> FlashtileStatus {
     guard(|| {
