@@ -1,7 +1,9 @@
 //! Codecs as kernels are specialised by them, and the tables that kernels read.
 
 use crate::kernels::formats;
-use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, MLX8_PLAIN, TQ2, TQ3, TQ4, TQ5, TQ6};
+use crate::kernels::formats::{
+    BF16, F16, F32, FP8, INT8, MLX4, MLX8, MLX8_PLAIN, ROT16, TQ2, TQ3, TQ4, TQ5, TQ6,
+};
 use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::Problem;
@@ -13,6 +15,7 @@ pub const fn format_id(codec: Codec) -> u32 {
         Codec::F32 => F32,
         Codec::F16 => F16,
         Codec::BF16 => BF16,
+        Codec::Rot16 => ROT16,
         Codec::Int8 => INT8,
         Codec::Fp8 => FP8,
         Codec::Tq2 => TQ2,

@@ -1,5 +1,6 @@
 //! One quantizing codec for one dimension: vectors to rows of a page, and back.
 
+use super::convert::narrow;
 use super::fp8;
 use super::kind::{Codec, RowKind};
 use super::mlx::{self, Mlx};
@@ -9,6 +10,7 @@ use super::quantizer::{Quantizer, ScaleRule};
 use super::rotation::{Rotate, Rotation};
 use super::row_layout::{self, FP8_SCALE_UNIT, RowLayout, SCALE_UNIT};
 use super::tq::codebook::Codebook;
+use crate::dtype::Dtype;
 use crate::isa::FloatEnv;
 use crate::limits::MAX_HEAD_DIM;
 use half::f16;
@@ -48,6 +50,8 @@ pub struct Coder {
 pub(super) enum Scheme {
     /// e4m3 values and a scale.
     Fp8,
+    /// A rotated vector in f16.
+    RotatedHalves(Rotation),
     /// Integers of a rotated vector and a scale.
     Integers(Quantizer),
     Mlx(Mlx),
@@ -61,6 +65,10 @@ impl Coder {
         let (scheme, format) = match codec.row_kind() {
             RowKind::Elements(_) => return None,
             RowKind::Fp8 => (Scheme::Fp8, RowLayout::new(dim, 8)),
+            RowKind::RotatedHalves => {
+                let layout = RowLayout::opaque(dim, dim * Dtype::F16.bytes(), 0);
+                (Scheme::RotatedHalves(Rotation::new(dim)), layout)
+            }
             RowKind::Integers { bits } => {
                 (Scheme::Integers(Quantizer::new(dim, bits)), RowLayout::new(dim, bits))
             }
@@ -82,16 +90,17 @@ impl Coder {
     pub fn rotation(&self) -> Option<&Rotation> {
         match &self.scheme {
             Scheme::Fp8 => None,
+            Scheme::RotatedHalves(rotation) => Some(rotation),
             Scheme::Integers(quantizer) => Some(&quantizer.rotation),
             Scheme::Mlx(mlx) => mlx.rotation.as_ref(),
         }
     }
 
-    /// Signed levels of codes, `[64]`; `None` for byte codes.
+    /// Signed levels of codes, `[64]`; `None` for codes without levels.
     pub fn levels(&self) -> Option<&'static [i8; 64]> {
         match &self.scheme {
             Scheme::Integers(quantizer) => quantizer.table(),
-            Scheme::Fp8 | Scheme::Mlx(_) => None,
+            Scheme::Fp8 | Scheme::RotatedHalves(_) | Scheme::Mlx(_) => None,
         }
     }
 
@@ -114,6 +123,12 @@ impl Coder {
         let scale = match &self.scheme {
             Scheme::Fp8 => O::encode_fp8(x, codes),
             Scheme::Integers(quantizer) => quantizer.encode::<O>(x, rule, codes),
+            Scheme::RotatedHalves(rotation) => {
+                O::rotate(rotation, x);
+                let (page, tokens, row) = to;
+                let [halves, _] = self.format.row(tokens, row);
+                return narrow(x, Dtype::F16, &mut page[halves]);
+            }
             Scheme::Mlx(mlx) => {
                 let (page, tokens, row) = to;
                 let [codes, norms] = self.format.row(tokens, row);
@@ -147,6 +162,10 @@ impl Coder {
                         [1.0 / FP8_SCALE_UNIT, row_layout::scale(&page[scale]).to_f32()],
                         x,
                     );
+                }
+                Scheme::RotatedHalves(_) => {
+                    let [halves, _] = self.format.row(tokens, row);
+                    O::widen(Dtype::F16, &page[halves], x);
                 }
                 Scheme::Integers(quantizer) => {
                     // Products of 8-bit and 11-bit significands are exact.

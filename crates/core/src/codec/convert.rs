@@ -33,6 +33,11 @@ pub fn to_f32(from: Dtype, row: &[u8], into: &mut [f32]) {
 /// Converts a row from f32, rounding to nearest even.
 pub fn from_f32(row: &[f32], to: Dtype, into: &mut [u8]) {
     let _env = FloatEnv::ieee();
+    narrow(row, to, into);
+}
+
+/// [`from_f32`] in the caller's floating-point environment.
+pub(super) fn narrow(row: &[f32], to: Dtype, into: &mut [u8]) {
     for (row, into) in row.chunks(BLOCK).zip(into.chunks_mut(BLOCK * to.bytes())) {
         store(row, to, into);
     }

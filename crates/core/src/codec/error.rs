@@ -2,7 +2,7 @@
 
 use super::kind::Codec;
 
-/// The largest Euclidean norm of a quantized vector, so that its scale fits an f16.
+/// The largest Euclidean norm of a quantized vector, so that its scale fits an f16, and so do the coordinates of the rotated vector.
 pub const MAX_NORM: f32 = 8192.0;
 
 /// Why pages cannot be made, or converted from or to buffers.

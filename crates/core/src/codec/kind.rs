@@ -16,6 +16,10 @@ pub enum Codec {
     BF16,
     /// e4m3 values and a scale: `dim + 2` bytes.
     Fp8,
+    /// Rotated, elements as f16, rounded to nearest even, without a scale: `2 * dim` bytes. The form in which a cache of codes
+    /// keeps its first and last tokens in 16 bits: in the domain of [`Codec::Int8`] and `tq`, rotated and without the mean of keys,
+    /// so that a query is rotated once for all keys, and an output rotated back once.
+    Rot16,
     /// Rotated, 8-bit integers and a scale: `dim + 2` bytes.
     Int8,
     /// Rotated, 2-bit codebook and a scale: 34 bytes for 128 elements.
@@ -45,13 +49,15 @@ pub enum Codec {
     MlxTq8Plain,
 }
 
-/// The kind of a codec's rows: plain elements, or codes and scales.
+/// The kind of a codec's rows: plain elements, rotated elements, or codes and scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RowKind {
     /// Plain elements, without a scale.
     Elements(Dtype),
     /// One e4m3 value per byte, and an f16 scale.
     Fp8,
+    /// Rotated: elements as f16, without a scale.
+    RotatedHalves,
     /// Rotated: codes of `bits` bits in bit planes, or whole bytes, and an f16 scale.
     Integers {
         /// Bits of a code: 2 to 6, or 8 for whole bytes.
@@ -75,6 +81,7 @@ impl Codec {
             Self::F16 => RowKind::Elements(Dtype::F16),
             Self::BF16 => RowKind::Elements(Dtype::BF16),
             Self::Fp8 => RowKind::Fp8,
+            Self::Rot16 => RowKind::RotatedHalves,
             Self::Int8 => RowKind::Integers { bits: 8 },
             Self::Tq2 => RowKind::Integers { bits: 2 },
             Self::Tq3 => RowKind::Integers { bits: 3 },
@@ -92,10 +99,11 @@ impl Codec {
     }
 
     /// Every codec.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::F32,
         Self::F16,
         Self::BF16,
+        Self::Rot16,
         Self::Fp8,
         Self::Int8,
         Self::Tq6,
@@ -117,7 +125,9 @@ impl Codec {
     pub const fn supports(self, dim: usize) -> bool {
         match self.row_kind() {
             RowKind::Mlx { .. } => dim == 256 || dim == 512,
-            RowKind::Elements(_) | RowKind::Fp8 | RowKind::Integers { .. } => dim >= 1 && dim <= MAX_HEAD_DIM,
+            RowKind::Elements(_) | RowKind::Fp8 | RowKind::RotatedHalves | RowKind::Integers { .. } => {
+                dim >= 1 && dim <= MAX_HEAD_DIM
+            }
         }
     }
 
@@ -125,7 +135,9 @@ impl Codec {
     pub(crate) const fn dims(self) -> &'static str {
         match self.row_kind() {
             RowKind::Mlx { .. } => "256 or 512",
-            RowKind::Elements(_) | RowKind::Fp8 | RowKind::Integers { .. } => "1 to 512",
+            RowKind::Elements(_) | RowKind::Fp8 | RowKind::RotatedHalves | RowKind::Integers { .. } => {
+                "1 to 512"
+            }
         }
     }
 
@@ -135,6 +147,7 @@ impl Codec {
         match self.row_kind() {
             RowKind::Elements(dtype) => dim.saturating_mul(dtype.bytes()),
             RowKind::Fp8 => RowLayout::bytes(dim, 8),
+            RowKind::RotatedHalves => dim.saturating_mul(Dtype::F16.bytes()),
             RowKind::Integers { bits } => RowLayout::bytes(dim, bits),
             RowKind::Mlx { bits, .. } => mlx::code_bytes(dim, bits).saturating_add(mlx::norm_bytes(dim)),
         }
@@ -145,7 +158,7 @@ impl Codec {
     pub const fn alignment(self) -> usize {
         match self.row_kind() {
             RowKind::Elements(dtype) => dtype.bytes(),
-            RowKind::Fp8 | RowKind::Integers { .. } => 2,
+            RowKind::Fp8 | RowKind::RotatedHalves | RowKind::Integers { .. } => 2,
             RowKind::Mlx { .. } => 4,
         }
     }
@@ -155,7 +168,7 @@ impl Codec {
     pub const fn dtype(self) -> Option<Dtype> {
         match self.row_kind() {
             RowKind::Elements(dtype) => Some(dtype),
-            RowKind::Fp8 | RowKind::Integers { .. } | RowKind::Mlx { .. } => None,
+            RowKind::Fp8 | RowKind::RotatedHalves | RowKind::Integers { .. } | RowKind::Mlx { .. } => None,
         }
     }
 
@@ -169,14 +182,15 @@ impl Codec {
         }
     }
 
-    /// The name used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`, `mlx-tq6`,
-    /// `mlx-tq5`, `mlx-tq4`, and `mlx-tq8-plain`, `mlx-tq6-plain`, `mlx-tq5-plain`.
+    /// The name used in messages and on the command line: `f32`, `f16`, `bf16`, `rot16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`,
+    /// `mlx-tq6`, `mlx-tq5`, `mlx-tq4`, and `mlx-tq8-plain`, `mlx-tq6-plain`, `mlx-tq5-plain`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => Dtype::F32.name(),
             Self::F16 => Dtype::F16.name(),
             Self::BF16 => Dtype::BF16.name(),
+            Self::Rot16 => "rot16",
             Self::Fp8 => "fp8",
             Self::Int8 => "int8",
             Self::Tq2 => "tq2",

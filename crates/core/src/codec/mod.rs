@@ -8,6 +8,8 @@
 //! fp8          no rotation, code = e4m3 number,                x ~ s / 256 * number
 //! ```
 //!
+//! `rot16` stores `R x` itself in f16, without a scale: rows beside codes that are to lose nothing.
+//!
 //! The `mlx-tq` codecs are the format of another library, byte for byte (module `mlx`): rows of 256 or 512 elements,
 //! f32 norms, its own tables.
 //!

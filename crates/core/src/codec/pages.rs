@@ -34,7 +34,7 @@ impl Side {
 
 /// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head has `page` times
 /// [`Codec::row_bytes`] bytes: one plane of codes after another, each with the rows one after another, then the
-/// scales.
+/// scales. [`Codec::Rot16`] has one plane of elements, and no scales.
 #[derive(Debug)]
 pub struct CodePages {
     memory: Zeroed,
@@ -223,7 +223,7 @@ impl CodePages {
         Ok(())
     }
 
-    /// Fills a row of every head with bytes 0xFF, which makes its scale a NaN.
+    /// Fills a row of every head with bytes 0xFF, which makes its scale a NaN, or its elements.
     #[cfg(feature = "testkit")]
     pub fn poison(&mut self, page: usize, row: usize) {
         for head in 0..self.shape[1] {

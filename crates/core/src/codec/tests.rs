@@ -7,6 +7,7 @@ use super::quantizer::ScaleRule;
 use crate::isa::IsaToken;
 use crate::tensor::TensorView;
 use flashtile_testkit::Rng;
+use half::f16;
 
 fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
     (0..dim).map(|_| rng.normal()).collect()
@@ -45,7 +46,7 @@ fn relative_error(codec: Codec, dim: usize, rule: ScaleRule, vectors: usize) -> 
 
 #[test]
 fn errors_of_normal_vectors_are_those_of_the_format() {
-    use Codec::{Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+    use Codec::{Fp8, Int8, Rot16, Tq2, Tq3, Tq4, Tq5, Tq6};
     // Bounds for values, then for keys.
     for (codec, wanted) in [
         (Tq2, [0.114, 0.129]),
@@ -55,6 +56,7 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
         (Tq6, [5.0e-4, 5.0e-4]),
         (Int8, [4.15e-5, 4.15e-5]),
         (Fp8, [6.6e-4, 6.6e-4]),
+        (Rot16, [4.3e-8, 4.3e-8]),
     ] {
         for (rule, want) in [ScaleRule::LeastSquares, ScaleRule::Unbiased].into_iter().zip(wanted) {
             let got = relative_error(codec, 128, rule, 4000);
@@ -72,6 +74,7 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
 #[test]
 fn bytes_of_the_formats() {
     let digests = [
+        (Codec::Rot16, 0xc66f_eedc_3afc_d7ad),
         (Codec::Fp8, 0x736b_dd33_46a1_e7bb),
         (Codec::Int8, 0x9371_ed04_3dc1_20e4),
         (Codec::Tq6, 0x2f15_111f_5290_cba3),
@@ -106,6 +109,28 @@ fn bytes_of_the_formats() {
             }
         }
         assert_eq!(digest, want, "{codec}: {digest:#018x}");
+    }
+}
+
+#[test]
+fn rotated_halves_are_the_rotated_row_of_integers_in_f16() {
+    let mut rng = Rng::new(9);
+    for dim in [1, 33, 80, 96, 128, 512] {
+        let coder = Coder::new(Codec::Rot16, dim).unwrap();
+        let (x, mean) = (normal(&mut rng, dim), normal(&mut rng, dim));
+        let tensor = TensorView::bhsd(&x, [1, 1, 1, dim]).unwrap();
+        let rows = SourceRows { tensor: &tensor, mean: Some(&mean) };
+        let mut page = vec![0xa5u8; 3 * 2 * dim];
+        let pages = PageRows { bytes: &mut page, tokens: 3, rows: 1..2 };
+        let mut job = EncodeJob { coder: &coder, rule: ScaleRule::Unbiased, rows, from: 0, pages };
+        dispatch::store(IsaToken::best(), &mut job);
+
+        let mut rotated: Vec<f32> = x.iter().zip(&mean).map(|(x, mean)| x - mean).collect();
+        let integers = Coder::new(Codec::Int8, dim).unwrap();
+        dispatch::rotate(IsaToken::best(), integers.rotation().unwrap(), &mut rotated);
+        let halves: Vec<u8> = rotated.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
+        assert_eq!(page[2 * dim..4 * dim], halves, "rows of {dim}");
+        assert!(page[..2 * dim].iter().chain(&page[4 * dim..]).all(|byte| *byte == 0xa5));
     }
 }
 
@@ -169,7 +194,7 @@ fn names_are_read_back() {
     let refusal = "q4_0".parse::<Codec>().unwrap_err();
     assert_eq!(
         refusal,
-        "q4_0 is not a codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
+        "q4_0 is not a codec, expected one of f32, f16, bf16, rot16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
          mlx-tq4, mlx-tq8-plain, mlx-tq6-plain, mlx-tq5-plain"
     );
 }

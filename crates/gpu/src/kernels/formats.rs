@@ -43,19 +43,29 @@ pub const MLX8: u32 = 11;
 /// [`MLX8`] of rows that are not rotated.
 #[constant]
 pub const MLX8_PLAIN: u32 = 12;
+/// [`Codec::Rot16`](flashtile_core::codec::Codec::Rot16): codes that are f16 themselves, without a scale.
+#[constant]
+pub const ROT16: u32 = 13;
 
-/// Returns true if rows are codes, which are multiplied as f16 and have a scale, rather than elements.
+/// Returns true if rows are codes, which are multiplied as f16, in packed pages, rather than elements.
 #[device]
 #[inline]
 pub const fn is_codes(format: u32) -> bool {
     format >= INT8
 }
 
+/// Returns true if rows have scales: an f16 each, or norms in the format of mlx-native.
+#[device]
+#[inline]
+pub const fn is_scaled(format: u32) -> bool {
+    is_codes(format) && format != ROT16
+}
+
 /// Returns true if rows are codes of mlx-native, whose codebooks are f32.
 #[device]
 #[inline]
 pub const fn is_mlx(format: u32) -> bool {
-    format >= MLX4
+    format >= MLX4 && format <= MLX8_PLAIN
 }
 
 /// Returns true if rows are codes of `tq2` to `tq6`, which lie in bit planes.
@@ -65,19 +75,19 @@ pub const fn in_planes(format: u32) -> bool {
     format >= TQ2 && format <= TQ6
 }
 
-/// Returns true if rows are elements of 16 bits.
+/// Returns true if rows are f16 or bf16 as they are stored.
 #[device]
 #[inline]
 pub const fn is_half(format: u32) -> bool {
-    format == F16 || format == BF16
+    format == F16 || format == BF16 || format == ROT16
 }
 
-/// Returns true if a row may hold a NaN or an infinity: elements and e4m3 may, other codes stand for finite
-/// values.
+/// Returns true if a row may hold a NaN or an infinity beside its scale: elements, e4m3 and f16 may, other codes stand for
+/// finite values. A refused row of these is all NaN.
 #[device]
 #[inline]
 pub const fn may_be_nonfinite(format: u32) -> bool {
-    !is_codes(format) || format == FP8
+    !is_codes(format) || format == FP8 || format == ROT16
 }
 
 /// Returns true if rows are rotated before they are stored.
@@ -164,7 +174,7 @@ pub const fn scale_bytes(format: u32, dim: u32) -> u32 {
     if is_mlx(format) {
         return dim / 64;
     }
-    if is_codes(format) {
+    if is_scaled(format) {
         return 2;
     }
     0

@@ -102,7 +102,7 @@ unsafe fn store(job: &mut EncodeJob<'_>) -> bool {
                     _ => return false,
                 }
             }
-            Scheme::Mlx(_) => return false,
+            Scheme::RotatedHalves(_) | Scheme::Mlx(_) => return false,
         }
     }
     true
