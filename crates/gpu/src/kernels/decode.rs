@@ -18,7 +18,7 @@
 //! near 1 whatever the scales are.
 
 use super::attend::Attend;
-use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order, padded};
+use super::formats::{BF16, ROT16, TQ4, hadamard_order, padded};
 use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
@@ -433,7 +433,7 @@ fn attend_tiles<
         TABLE_BYTES: usize = nibble_bytes(K_FORMAT, HEAD_DIM, V_FORMAT, VALUE_DIM, TABLE_COPIES),
         PADDED_DIM: usize = padded(larger(HEAD_DIM, VALUE_DIM) as u32) as usize,
     ),
-    requires(K_FORMAT <= MLX8_PLAIN && V_FORMAT <= MLX8_PLAIN, "formats of rows"),
+    requires(K_FORMAT <= ROT16 && V_FORMAT <= ROT16, "formats of rows"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),

@@ -15,7 +15,7 @@ use super::octet::{
     ENTRIES, MAX_ENERGY, encode_octet, encode_resident, fit_octet, half_levels_of, in_octets,
 };
 use super::octet::{octet_coordinates, octet_rotation, rotate_octet, store_octet, sum_each};
-use super::quantize::{CODEBOOK, FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
+use super::quantize::{CODEBOOK, FLOATS, HALVES, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
 use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, scheme_of, stepped};
 use super::rotation::{block_count, rotate};
 use super::rows::{Row, row_at, source_at};
@@ -330,7 +330,15 @@ fn store<const FORMAT: u32, const DIM: usize>(
     }
 }
 
-/// Fills a row with bytes 0xFF: its scale is a NaN. By `lanes` lanes.
+/// Writes a row as f16.
+#[device]
+fn store_halves<const DIM: usize>(pages: &mut Buffer<u8>, row: Row, x: &Shared<f32>, start: u32) {
+    for c in (simd_lane()..DIM as u32).step_by(32) {
+        pages.store_as::<f16, 1>(row.first + 2 * c as u64, [f16::from_f32(x[start + c])]);
+    }
+}
+
+/// Fills a row with bytes 0xFF: its scale is a NaN, or its elements are. By `lanes` lanes.
 #[device]
 fn poison<const FORMAT: u32, const DIM: usize>(pages: &mut Buffer<u8>, row: Row, lane: u32, lanes: u32) {
     for at in (lane..first_bytes(FORMAT, DIM as u32)).step_by(lanes as usize) {
@@ -531,7 +539,7 @@ pub fn codes_at<const FORMAT: u32, const DIM: usize>(params: &Rows, row: RunRow)
 /// 0 where the codec has none. Centered keys are stored without the mean `[heads, D]` of their head.
 ///
 /// A row whose norm is above the largest one, or that has a NaN or an infinity, is not stored: its bytes become 0xFF,
-/// so that its scale is a NaN. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the
+/// so that its scale is a NaN, or its elements are. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the
 /// order of runs, rows and heads, and `f` is 1 for a row of finite elements. `status` starts as `u32::MAX`, which a
 /// launch that stores all rows leaves.
 #[kernel(
@@ -623,10 +631,15 @@ pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
                     simd_barrier();
                     rotate::<DIM, ORDER>(&mut held, start, factors);
                 }
-                let scale =
-                    quantized::<FORMAT, SCHEME, DIM>(&mut held, start, &known, &levels, &mut codes, unbiased);
-                simd_barrier();
-                store::<FORMAT, DIM>(pages, place, &codes, start, scale);
+                if SCHEME == HALVES {
+                    store_halves::<DIM>(pages, place, &held, start);
+                } else {
+                    let scale = quantized::<FORMAT, SCHEME, DIM>(
+                        &mut held, start, &known, &levels, &mut codes, unbiased,
+                    );
+                    simd_barrier();
+                    store::<FORMAT, DIM>(pages, place, &codes, start, scale);
+                }
             } else {
                 poison::<FORMAT, DIM>(pages, place, simd_lane(), 32);
                 refuse(status, params, run, row, all_finite, simd_lane() == 0);

@@ -5,7 +5,7 @@
 //! value rows `2 p`, `2 p + 1`, `2 p + 8` and `2 p + 9`, where `p` is its [`matrix_pair`].
 
 use super::attend::Attend;
-use super::formats::{has_half_norms, is_codes};
+use super::formats::{has_half_norms, is_scaled};
 use super::query::{KeyRange, RowTile};
 use super::rows::{Levels, Row, Source, fetch, row_at, source_at};
 use super::scale::fetch_scale;
@@ -232,7 +232,7 @@ pub fn load_value_scales<const V_FORMAT: u32, const VALUE_DIM: usize>(
     group: KeyGroup,
 ) -> [[u32; 2]; 2] {
     let mut scales = [[0u32; 2]; 2];
-    if is_codes(V_FORMAT) {
+    if is_scaled(V_FORMAT) {
         for h in 0..2usize {
             let row = row_of_key::<V_FORMAT, VALUE_DIM>(kv.table, head, group, 8 * h as u32 + matrix_row());
             scales[h] = fetch_scale::<V_FORMAT, VALUE_DIM>(kv.v, row);

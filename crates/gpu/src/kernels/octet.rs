@@ -7,8 +7,8 @@
 //! Decisions that depend on integers of 64 bits are first tried in f32. Where f32 decides, within a bound on
 //! its error, the integers are not computed: a few rows in a hundred need them.
 
-use super::formats::{TQ2, in_planes, is_codes, is_mlx, plane_bits, scale_bytes};
-use super::quantize::{FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
+use super::formats::{ROT16, TQ2, in_planes, is_codes, is_mlx, plane_bits, scale_bytes};
+use super::quantize::{FLOATS, HALVES, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
 use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, stepped};
 use super::rows::Row;
 use flashtile_kernel::prelude::*;
@@ -426,7 +426,7 @@ fn octet_scale(energy: u64, sums: OctetSums, most: f32, unbiased: bool) -> u32 {
 pub struct OctetCodes<const LANE_COORDINATES: usize> {
     /// Of coordinates `8 k + l`.
     pub codes: [u32; LANE_COORDINATES],
-    /// The bits of an f16.
+    /// The bits of an f16; 0 where rows have no scales.
     pub scale: u32,
 }
 
@@ -490,6 +490,16 @@ fn octet_floats<const LANE_COORDINATES: usize>(x: [f32; LANE_COORDINATES]) -> Oc
     coded
 }
 
+/// f16 codes of a row, which has no scale.
+#[device]
+fn octet_halves<const LANE_COORDINATES: usize>(x: [f32; LANE_COORDINATES]) -> OctetCodes<LANE_COORDINATES> {
+    let mut coded = OctetCodes::<LANE_COORDINATES> { codes: [0u32; LANE_COORDINATES], scale: 0 };
+    for k in 0..LANE_COORDINATES {
+        coded.codes[k] = f16x2_from(x[k], 0.0);
+    }
+    coded
+}
+
 /// Codes and scale of a row of `int8` or `tq`, which are 0 for a row of zeros.
 #[device]
 fn octet_scaled<
@@ -546,6 +556,9 @@ pub fn encode_octet<
     if SCHEME == FLOATS {
         return octet_floats::<LANE_COORDINATES>(x);
     }
+    if SCHEME == HALVES {
+        return octet_halves::<LANE_COORDINATES>(x);
+    }
     octet_scaled::<FORMAT, SCHEME, DIM, LANE_COORDINATES, LANE_WORDS>(x, levels, indices, step, unbiased)
 }
 
@@ -595,6 +608,11 @@ pub fn store_octet<const FORMAT: u32, const LANE_COORDINATES: usize>(
                 plane_bits(FORMAT, 1),
                 bits,
             );
+        }
+    } else if FORMAT == ROT16 {
+        for k in 0..LANE_COORDINATES {
+            let at = row.first + 2 * (8 * k as u32 + lane) as u64;
+            pages.store_as::<u16, 1>(at, [coded.codes[k] as u16]);
         }
     } else {
         for k in 0..LANE_COORDINATES {

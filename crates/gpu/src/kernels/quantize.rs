@@ -13,7 +13,7 @@
 //! which they do not ([`f64_steps`](crate::encoding::f64_steps)); a test goes through all steps of all formats and head
 //! dimensions.
 
-use super::formats::{FP8, TQ2, TQ3, TQ4, TQ5};
+use super::formats::{FP8, ROT16, TQ2, TQ3, TQ4, TQ5};
 use super::formats::{in_planes, is_mlx};
 use flashtile_kernel::prelude::*;
 
@@ -45,11 +45,16 @@ pub const FLOATS: u32 = 2;
 /// Codes are indices into a codebook of mlx-native.
 #[constant]
 pub const CODEBOOK: u32 = 3;
+/// Codes are f16 numbers.
+#[constant]
+pub const HALVES: u32 = 4;
 
 /// How the codes of a format are found.
 pub const fn scheme_of(format: u32) -> u32 {
     if is_mlx(format) {
         CODEBOOK
+    } else if format == ROT16 {
+        HALVES
     } else if format == FP8 {
         FLOATS
     } else if in_planes(format) {

@@ -7,12 +7,12 @@
 //!
 //! | format | a lane holds |
 //! |---|---|
-//! | elements, codes of a byte, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
+//! | elements, codes of a byte or of two, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
 //! | `tq2` to `tq6`, `DIM` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
 //! | all others | [`padded`]`(DIM) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
 
 use super::formats::{
-    BF16, F16, F32, FP8, INT8, MLX4, first_bytes, in_planes, is_codes, is_half, padded, plane_bits,
+    BF16, F16, F32, FP8, INT8, MLX4, ROT16, first_bytes, in_planes, is_codes, is_half, padded, plane_bits,
     scale_bytes, second_bytes,
 };
 use flashtile_kernel::ScalarType;
@@ -295,7 +295,7 @@ fn fetch_gathered<const FORMAT: u32, const DIM: usize, const LANES: usize, const
     result
 }
 
-/// The bits of an element; 0 beyond the row.
+/// The bits of an f32, f16 or bf16; 0 beyond the row.
 #[device]
 fn element_bits<const FORMAT: u32, const DIM: usize>(memory: &Buffer<u8>, row: Row, coordinate: u32) -> u32 {
     if coordinate >= DIM as u32 {
@@ -411,7 +411,7 @@ pub fn gather<const FORMAT: u32, const DIM: usize>(
         return 0.0;
     }
     let at = row.first + coordinate as u64;
-    if !is_codes(FORMAT) {
+    if FORMAT == F32 || is_half(FORMAT) {
         let bits = element_bits::<FORMAT, DIM>(memory, row, coordinate);
         if FORMAT == F32 {
             return f32::from_bits(bits);
@@ -470,7 +470,8 @@ pub fn has_nonfinite<const FORMAT: u32, const DIM: usize, const LANES: usize, co
 ) -> bool {
     let mut found = false;
     // Gathered codes are f16 already.
-    let is_f16 = FORMAT == F16 || (FORMAT == FP8 && gathered(FORMAT, DIM as u32, LANES as u32));
+    let is_f16 =
+        FORMAT == F16 || FORMAT == ROT16 || (FORMAT == FP8 && gathered(FORMAT, DIM as u32, LANES as u32));
     for i in 0..WORDS {
         if FORMAT == F32 {
             found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;

@@ -1,6 +1,6 @@
 //! Scales of rows of codes.
 
-use super::formats::{FP8, first_bytes, has_half_norms, is_codes, is_mlx, second_bytes};
+use super::formats::{FP8, first_bytes, has_half_norms, is_mlx, is_scaled, second_bytes};
 use super::rows::Row;
 use flashtile_kernel::prelude::*;
 
@@ -23,7 +23,7 @@ pub fn code_unit(format: u32, dim: u32) -> f32 {
 }
 
 /// The words of a row's scale as they lie in memory, to be fetched ahead of their use as codes are: one, or the norms of both halves;
-/// zeros of elements.
+/// zeros where rows have no scales.
 #[device]
 pub fn fetch_scale<const FORMAT: u32, const DIM: usize>(memory: &Buffer<u8>, row: Row) -> [u32; 2] {
     let mut words = [0u32; 2];
@@ -34,7 +34,7 @@ pub fn fetch_scale<const FORMAT: u32, const DIM: usize>(memory: &Buffer<u8>, row
             let second = memory.load_as::<u32, 1>(row.scale + 4);
             words[1] = second[0];
         }
-    } else if is_codes(FORMAT) {
+    } else if is_scaled(FORMAT) {
         if (first_bytes(FORMAT, DIM as u32) + second_bytes(FORMAT, DIM as u32)) % 2 == 0 {
             let bits = memory.load_as::<u16, 1>(row.scale);
             words[0] = bits[0] as u32;
@@ -61,7 +61,7 @@ pub fn scale_of<const FORMAT: u32, const DIM: usize>(words: [u32; 2]) -> Scale {
             scale.halves[1] = second * inverse;
         }
         scale.whole *= code_unit(FORMAT, DIM as u32);
-    } else if is_codes(FORMAT) {
+    } else if is_scaled(FORMAT) {
         // The bit of the sign is the encoder's: a scale has none.
         let number = pair_f16(words[0] & 0x7fff);
         scale.whole = number[0] * code_unit(FORMAT, DIM as u32);

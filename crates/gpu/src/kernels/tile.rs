@@ -6,7 +6,7 @@
 //! `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row `8 t + 2 p + n`.
 
 use super::attend::Attend;
-use super::formats::{BF16, F16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
+use super::formats::{BF16, F16, F32, has_half_norms, is_codes, is_mlx, is_scaled, may_be_nonfinite, padded};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
 use super::pairs::{pairs, transposed_pairs};
 use super::query::{Features, RowBound};
@@ -381,7 +381,7 @@ pub fn greatest_score<const V_FORMAT: u32, const ROW_TILES: usize>(
     let mut result = greatest;
     for h in 0..2usize {
         let mut scale = 0.0;
-        if is_codes(V_FORMAT) {
+        if is_scaled(V_FORMAT) {
             scale = log2_near(value_scales[h]).max(MIN_SCALE);
         }
         for t in 0..ROW_TILES {
@@ -472,7 +472,7 @@ pub fn probabilities<const V_FORMAT: u32, const V_PAIRS: usize, const ROW_TILES:
                 let p = (scores[t][h][n] - reference).exp2();
                 state.row_sum[t][n] += p;
                 probs[t][h][n] = p;
-                if is_codes(V_FORMAT) {
+                if is_scaled(V_FORMAT) {
                     probs[t][h][n] = select(p == 0.0, 0.0, p * value_scales[h]);
                 }
             }

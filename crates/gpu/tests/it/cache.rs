@@ -30,6 +30,8 @@ macro_rules! codes {
 
 fn find(wanted: &Instance) -> Option<Instance> {
     let mut all = codes! {
+        Rot16 64;
+        Rot16 33;
         Int8 64;
         Tq5 64;
         Tq2 48;
@@ -93,6 +95,7 @@ fn agree_centered(desc: CacheDesc, element: ScalarType, operations: usize, cente
 fn codes_in_every_layout_are_those_of_the_host() {
     agree_centered(desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64)), ScalarType::F32, 40, true);
     agree(desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32, 40);
+    agree_centered(desc(RING, (Codec::Rot16, 64), (Codec::Rot16, 33)), ScalarType::F32, 40, true);
     agree(desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48)), ScalarType::F32, 40);
     agree(desc(PAGED, (Codec::MlxTq4, 256), (Codec::MlxTq8, 256)), ScalarType::F32, 25);
     agree(desc(RING, (Codec::MlxTq5Plain, 512), (Codec::Tq6, 160)), ScalarType::F32, 25);
@@ -178,6 +181,7 @@ fn other_sequences_and_chunks_change_no_byte() {
     let layout = CacheLayout::Paged { pages: 24, page_size: 5 };
     let pairs = [
         ((Codec::Int8, 64), (Codec::Tq5, 64)),
+        ((Codec::Rot16, 33), (Codec::Rot16, 64)),
         ((Codec::Fp8, 48), (Codec::Tq2, 48)),
         ((Codec::Tq3, 80), (Codec::Int8, 100)),
         ((Codec::Tq4, 128), (Codec::Tq4, 128)),

@@ -28,6 +28,7 @@ fn find(generics: &[Generic]) -> Instance {
                 native_encode!(f32, 7, $dim),
                 native_encode!(f32, 8, $dim),
                 native_encode!(f32, 9, $dim),
+                native_encode!(f32, 13, $dim),
             )*]
         };
     }
@@ -42,6 +43,7 @@ fn find(generics: &[Generic]) -> Instance {
         native_encode!(f16, 7, 128),
         native_encode!(bf16, 8, 80),
         native_encode!(bf16, 4, 64),
+        native_encode!(bf16, 13, 64),
     ];
     rotated.into_iter().chain(others).find(|instance| instance.generics() == generics).unwrap()
 }
@@ -280,9 +282,12 @@ fn codes_and_scales_are_those_of_the_cpu() {
 
 #[test]
 fn any_number_of_rows_and_pages_of_any_size() {
-    for (codec, dim, dtype) in
-        [(Codec::Tq4, 128, Dtype::F16), (Codec::Tq5, 80, Dtype::BF16), (Codec::Fp8, 64, Dtype::BF16)]
-    {
+    for (codec, dim, dtype) in [
+        (Codec::Tq4, 128, Dtype::F16),
+        (Codec::Tq5, 80, Dtype::BF16),
+        (Codec::Fp8, 64, Dtype::BF16),
+        (Codec::Rot16, 64, Dtype::BF16),
+    ] {
         for (rows, page, width, head_major) in [
             (1, 1, 40, true),
             (33, 1, 40, false),
@@ -338,6 +343,8 @@ fn rows_that_are_not_stored_are_reported_and_not_numbers() {
         (Codec::Tq3, 64),
         (Codec::Int8, 80),
         (Codec::Fp8, 96),
+        (Codec::Rot16, 64),
+        (Codec::Rot16, 80),
         (Codec::MlxTq4, 256),
         (Codec::MlxTq6Plain, 512),
     ] {

@@ -7,7 +7,7 @@
 //! The scale of a row is not multiplied in. Scales of a block lie in threadgroup memory of their own, to join the scores and the
 //! probabilities, which are f32.
 
-use crate::kernels::formats::{first_bytes, has_half_norms, is_codes, is_mlx, padded};
+use crate::kernels::formats::{ROT16, first_bytes, has_half_norms, is_codes, is_mlx, is_scaled, padded};
 use crate::kernels::kv::{KvHead, key_group, row_of_key};
 use crate::kernels::pairs::pairs;
 use crate::kernels::rows::{Levels, coordinate, fetch, lane_words, larger, pair_words, word_align, words};
@@ -28,7 +28,7 @@ pub const fn block_columns(dim: usize, team: usize) -> usize {
 #[device]
 #[inline]
 pub const fn is_copied(format: u32, dim: u32, pair_words: u32) -> bool {
-    !is_codes(format) && dim % 16 == 0 && first_bytes(format, dim) == 32 * pair_words
+    (!is_codes(format) || format == ROT16) && dim % 16 == 0 && first_bytes(format, dim) == 32 * pair_words
 }
 
 const fn copies(product: ScalarType, format: u32, dim: usize) -> bool {
@@ -74,7 +74,7 @@ pub const fn key_blocks(format: u32) -> usize {
 pub const fn block_scales(format: u32, dim: usize, key_tiles: usize) -> usize {
     if has_half_norms(format, dim as u32) {
         32 * key_tiles
-    } else if is_codes(format) {
+    } else if is_scaled(format) {
         16 * key_tiles
     } else {
         0
@@ -357,7 +357,7 @@ pub fn fetch_scales<const FORMAT: u32, const DIM: usize, const KEY_TILES: usize>
     first: u32,
 ) -> [u32; 2] {
     let mut scale = [0u32; 2];
-    if is_codes(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
+    if is_scaled(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
         let offset = thread_index();
         let group = key_group(memory.table, head, first + offset / 16 * 16);
         let row = row_of_key::<FORMAT, DIM>(memory.table, head, group, offset % 16);
@@ -373,7 +373,7 @@ fn store_scales<const FORMAT: u32, const DIM: usize, const KEY_TILES: usize>(
     start: u32,
     words: [u32; 2],
 ) {
-    if is_codes(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
+    if is_scaled(FORMAT) && thread_index() < (16 * KEY_TILES) as u32 {
         let at = start + thread_index();
         let scale: Scale = scale_of::<FORMAT, DIM>(words);
         if has_half_norms(FORMAT, DIM as u32) {

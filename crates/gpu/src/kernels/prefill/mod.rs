@@ -56,7 +56,7 @@ use self::pass::{ScoredBlock, first_column, prefill_pass, step_of, tile_of_group
 use self::softmax::{products_of, softmax_block};
 use self::stream::{ValueBlock, clear_first, fetch_next, fill_table, no_block, store_keys, store_values};
 use super::attend::Attend;
-use super::formats::{MLX8_PLAIN, hadamard_order, has_half_norms, is_codes, padded};
+use super::formats::{ROT16, hadamard_order, has_half_norms, is_codes, is_scaled, padded};
 use super::kv::PAGED_BY_16;
 use super::merge::Merge;
 use super::nibbles::nibble_bytes;
@@ -134,11 +134,11 @@ use flashtile_kernel::prelude::*;
         SCRATCH_LEN: usize = scratch_len(ROW_TILES, KEY_TILES, SIMD_GROUPS, TEAM_SIMDS, staged_rows(TEAM_SIMDS, KV_BUFFERS), larger(HEAD_DIM, VALUE_DIM) + 2),
         TABLE_BYTES: usize = nibble_bytes(K_FORMAT, HEAD_DIM, V_FORMAT, VALUE_DIM, TABLE_COPIES),
     ),
-    requires(K_FORMAT <= MLX8_PLAIN && V_FORMAT <= MLX8_PLAIN, "formats of rows"),
+    requires(K_FORMAT <= ROT16 && V_FORMAT <= ROT16, "formats of rows"),
     requires(SIMD_GROUPS.is_multiple_of(TEAM_SIMDS) && 8usize.is_multiple_of(TEAM_SIMDS), "teams of 1, 2, 4 or 8 SIMD groups"),
     requires(TEAM_SIMDS > 1 || !(has_half_norms(K_FORMAT, HEAD_DIM as u32) || has_half_norms(V_FORMAT, VALUE_DIM as u32)), "halves of a row with norms of their own are in different SIMD groups"),
     requires(KV_BUFFERS == 2 || KV_BUFFERS == 1 && (K_FORMAT == V_FORMAT || is_codes(K_FORMAT) && is_codes(V_FORMAT)) && K_BLOCKS == 1 && K_COLUMNS == V_COLUMNS && padded(HEAD_DIM as u32) == padded(VALUE_DIM as u32), "keys and values of one memory are alike"),
-    requires(KEY_TILES <= 2 * SIMD_GROUPS || !(is_codes(K_FORMAT) || is_codes(V_FORMAT)), "a thread for each scale of a block"),
+    requires(KEY_TILES <= 2 * SIMD_GROUPS || !(is_scaled(K_FORMAT) || is_scaled(V_FORMAT)), "a thread for each scale of a block"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),

@@ -4,7 +4,7 @@ use super::block::{ROW_PADDING, scale_pair};
 use super::lefts::Queries;
 use super::pass::{ScoredBlock, first_column, team_index};
 use crate::kernels::attend::Attend;
-use crate::kernels::formats::{has_half_norms, is_codes, is_mlx};
+use crate::kernels::formats::{has_half_norms, is_codes, is_mlx, is_scaled};
 use crate::kernels::query::RowBound;
 use crate::kernels::tile::{
     Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, biased, log2_near, masked, shrink_of, weighed,
@@ -74,7 +74,7 @@ fn with_key_scales<
     scales: &Shared<f32>,
 ) -> [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES] {
     let mut result = products;
-    if is_codes(K_FORMAT) {
+    if is_scaled(K_FORMAT) {
         let of_keys = lane_scales::<K_FORMAT, HEAD_DIM, SCORE_TILES>(
             scales,
             0,
@@ -220,13 +220,13 @@ fn follow_row_max<
             for j in 0..SCORE_TILES {
                 for n in 0..2usize {
                     let mut score = scores[m][j][h][n];
-                    if is_codes(V_FORMAT) {
+                    if is_scaled(V_FORMAT) {
                         score = score.mul_add(factor[m][h], log2_near(value_scales[j][n]).max(MIN_SCALE));
                     }
                     greatest[m][h] = greatest[m][h].max(score);
                 }
             }
-            if !is_codes(V_FORMAT) {
+            if !is_scaled(V_FORMAT) {
                 greatest[m][h] *= factor[m][h];
             }
             behind = behind || greatest[m][h] > state.row_max[m][h] + SLACK;
@@ -279,7 +279,7 @@ fn probs_of<const V_FORMAT: u32, const V_PAIRS: usize, const ROW_TILES: usize, c
                     let p = scores[m][j][h][n].mul_add(factor[m][h], -reference).exp2();
                     state.row_sum[m][h] += p;
                     probs[m][j][h][n] = p;
-                    if is_codes(V_FORMAT) {
+                    if is_scaled(V_FORMAT) {
                         probs[m][j][h][n] = select(p == 0.0, 0.0, p * value_scales[j][n]);
                     }
                 }
@@ -310,7 +310,7 @@ fn lane_scales<const FORMAT: u32, const DIM: usize, const SCORE_TILES: usize>(
     column: u32,
 ) -> [[f32; 2]; SCORE_TILES] {
     let mut result = [[1.0; 2]; SCORE_TILES];
-    if is_codes(FORMAT) {
+    if is_scaled(FORMAT) {
         for j in 0..SCORE_TILES {
             result[j] = scale_pair::<FORMAT, DIM, SCORE_TILES>(scales, start + 8 * j as u32, column);
         }
