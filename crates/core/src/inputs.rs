@@ -5,7 +5,7 @@ use crate::block_tables::TableError;
 use crate::codec::{Codec, KvView};
 use crate::dtype::{Dtype, MaskKind};
 use crate::limits::MAX_ALIBI_SLOPE;
-use crate::problem::{KvStorage, Problem, Sequences};
+use crate::problem::{KeyPart, KvStorage, Problem, Sequences};
 use crate::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
 
 /// Tensors that a forward run reads.
@@ -22,6 +22,9 @@ pub struct Inputs<'a> {
     /// Which page holds which token. Present if and only if the problem's sequences are cached; `lens` equal its
     /// `kv_lens`. Rows of the pages without a visible token may hold anything, NaN included.
     pub tables: Option<&'a BlockTables>,
+    /// Pages of the tokens that are kept in 16 bits. Present if and only if the problem has [kept
+    /// tokens](crate::problem::ProblemDesc::kept); a part without tokens may be missing.
+    pub kept: Option<KeptInputs<'a>>,
     /// Boolean, with the shape [`Problem::tree_shape`]. Present if and only if the problem has a tree mask. Columns
     /// past a sequence's own number of queries are not read.
     pub tree: Option<MaskView<'a>>,
@@ -33,12 +36,52 @@ pub struct Inputs<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
+/// Pages of the tokens that a cache keeps in 16 bits beside its codes, in the [codec](Codec::kept) of kept rows.
+#[derive(Debug, Clone, Copy, Default)]
+#[allow(clippy::exhaustive_structs)]
+pub struct KeptInputs<'a> {
+    /// The first tokens.
+    pub first: Option<KeptPages<'a>>,
+    /// The last tokens.
+    pub last: Option<KeptPages<'a>>,
+}
+
+/// Pages of keys and values, and which page holds which token.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct KeptPages<'a> {
+    /// `[pages, kv_heads, page_size, head_dim]`.
+    pub k: KvView<'a>,
+    /// `[pages, kv_heads, page_size, value_dim]`.
+    pub v: KvView<'a>,
+    /// Tables of the problem's sequences in these pages.
+    pub tables: &'a BlockTables,
+}
+
 impl<'a> Inputs<'a> {
+    /// The inputs of a [part](Problem::part) of the problem; `None` where the part has no pages.
+    #[must_use]
+    pub const fn part(&self, part: KeyPart) -> Option<Self> {
+        let pages = match (part, self.kept) {
+            (KeyPart::All, _) => return Some(*self),
+            (KeyPart::Codes, _) => return Some(Self { kept: None, ..*self }),
+            (KeyPart::First, Some(kept)) => kept.first,
+            (KeyPart::Last, Some(kept)) => kept.last,
+            (KeyPart::First | KeyPart::Last, None) => None,
+        };
+        match pages {
+            Some(KeptPages { k, v, tables }) => {
+                Some(Self { k, v, tables: Some(tables), kept: None, ..*self })
+            }
+            None => None,
+        }
+    }
+
     /// Inputs without masks, ALiBi slopes or sinks, which are public fields.
     #[must_use]
     pub const fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
         let (k, v) = (KvView::Elements(k), KvView::Elements(v));
-        Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
+        Self { q, k, v, tables: None, kept: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
     }
 
     /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page_size,
@@ -57,7 +100,17 @@ impl<'a> Inputs<'a> {
     /// Like [`Inputs::paged`], with pages in any codec.
     #[must_use]
     pub const fn paged_kv(q: TensorView<'a>, k: KvView<'a>, v: KvView<'a>, tables: &'a BlockTables) -> Self {
-        Self { q, k, v, tables: Some(tables), tree: None, mask: None, alibi_slopes: None, sinks: None }
+        Self {
+            q,
+            k,
+            v,
+            tables: Some(tables),
+            kept: None,
+            tree: None,
+            mask: None,
+            alibi_slopes: None,
+            sinks: None,
+        }
     }
 }
 
@@ -437,8 +490,12 @@ pub fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Re
         return Err(RunError::Length { tensor: "tables.lens", expected, got });
     }
     for (sequence, (s, &got)) in sequences.iter().zip(&tables.lens).enumerate() {
-        if got != s.kv_len {
-            return Err(RunError::CachedLen { sequence, expected: s.kv_len, got });
+        let (expected, is_right) = match problem.key_part() {
+            KeyPart::First => (s.first_len, got >= s.first_len),
+            KeyPart::All | KeyPart::Codes | KeyPart::Last => (s.kv_len, got == s.kv_len),
+        };
+        if !is_right {
+            return Err(RunError::CachedLen { sequence, expected, got });
         }
     }
     tables.validate(pages).map_err(RunError::Tables)?;
@@ -488,7 +545,30 @@ pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(),
         return Err(RunError::NotKeyColumns);
     }
     check_slopes(inputs.alibi_slopes)?;
-    inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
+    inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))?;
+    check_kept(problem, inputs)
+}
+
+/// Checks that the tokens that the problem reads in 16 bits have pages.
+fn check_kept(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
+    let tensor = "kept";
+    match (problem.desc().kept.is_some() && problem.key_part() == KeyPart::All, inputs.kept.is_some()) {
+        (false, false) => return Ok(()),
+        (false, true) => return Err(RunError::Unexpected { tensor }),
+        (true, false) => return Err(RunError::Missing { tensor }),
+        (true, true) => {}
+    }
+    for (tensor, part) in [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)] {
+        let problem = problem.part(part);
+        match inputs.part(part) {
+            Some(inputs) => check_inputs(&problem, &inputs)?,
+            None if problem.sequences().iter().any(|s| problem.first_visible(s).is_some()) => {
+                return Err(RunError::Missing { tensor });
+            }
+            None => {}
+        }
+    }
+    Ok(())
 }
 
 /// Checks the dtype and shape of an output, and the length of a list of logsumexps.

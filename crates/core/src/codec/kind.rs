@@ -208,6 +208,16 @@ impl Codec {
         }
     }
 
+    /// The codec of rows that a cache keeps beside its codes ([`CacheDesc::keep_first`](crate::cache::CacheDesc::keep_first)): rotated f16
+    /// where codes are rotated, and elements as they are.
+    #[must_use]
+    pub const fn kept(self) -> Self {
+        match self.row_kind() {
+            RowKind::Integers { .. } => Self::Rot16,
+            RowKind::Elements(_) | RowKind::RotatedHalves | RowKind::Fp8 | RowKind::Mlx { .. } => self,
+        }
+    }
+
     /// Returns true if codes stand for integers times a scale.
     pub const fn is_integer(self) -> bool {
         matches!(self.row_kind(), RowKind::Integers { .. })

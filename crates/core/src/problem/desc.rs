@@ -1,6 +1,7 @@
 //! Descriptions: plain data, nothing checked.
 
 use super::dims::{Dims, HeadShape};
+use super::kept::KeptTokens;
 use super::kv_storage::KvStorage;
 use super::prefix::SharedPrefix;
 use super::sequence::{SeqLens, Sequences};
@@ -67,6 +68,9 @@ pub struct ProblemDesc {
     /// Codec of the values, like `k_codec`.
     #[cfg_attr(feature = "serde", serde(default))]
     pub v_codec: Option<Codec>,
+    /// Tokens of cached sequences that are kept in 16 bits beside their codes; `None` where there are none.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "Option::is_none"))]
+    pub kept: Option<KeptTokens>,
     /// Where values lie. [`KvStorage::KeyColumns`] needs `value_dim <= head_dim`, and values have the codec of the keys.
     #[cfg_attr(feature = "serde", serde(default))]
     pub kv_storage: KvStorage,
@@ -98,6 +102,7 @@ impl ProblemDesc {
             tree: false,
             k_codec: None,
             v_codec: None,
+            kept: None,
             kv_storage: KvStorage::Separate,
             sequences: Sequences::Dense,
             prefixes: Vec::new(),
@@ -140,6 +145,7 @@ impl ProblemDesc {
             tree,
             k_codec,
             v_codec,
+            kept,
             kv_storage,
             sequences: _,
             prefixes,
@@ -148,7 +154,7 @@ impl ProblemDesc {
             && (q_offset, scale, softcap) == (&other.q_offset, &other.scale, &other.softcap)
             && (alibi, sinks, mask, tree) == (&other.alibi, &other.sinks, &other.mask, &other.tree)
             && (k_codec, v_codec, kv_storage) == (&other.k_codec, &other.v_codec, &other.kv_storage)
-            && prefixes == &other.prefixes
+            && (kept, prefixes) == (&other.kept, &other.prefixes)
     }
 
     /// A step over cached sequences of these lengths. Each query sits at the position of its token

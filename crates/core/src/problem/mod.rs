@@ -15,6 +15,7 @@
 mod desc;
 mod dims;
 mod error;
+mod kept;
 mod kv_storage;
 mod prefix;
 mod rules;
@@ -25,6 +26,7 @@ mod visibility;
 pub use desc::ProblemDesc;
 pub use dims::{Dims, HeadShape};
 pub use error::{Positional, ProblemError, Side};
+pub use kept::{KeptTokens, KeyPart};
 pub use kv_storage::{KeyColumnsError, KvStorage};
 pub use prefix::SharedPrefix;
 pub use sequence::{SeqLens, Sequence, Sequences};

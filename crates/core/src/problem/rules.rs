@@ -15,7 +15,8 @@ pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError>
     }
     let sequence = |batch, q: (usize, usize), kv: (usize, usize)| {
         let ((q_start, q_len), (kv_start, kv_len)) = (q, kv);
-        Ok(Sequence { batch, q_start, q_len, kv_start, kv_len, q_offset: offset(desc, q_len, kv_len)? })
+        let q_offset = offset(desc, q_len, kv_len)?;
+        Ok(Sequence { batch, q_start, q_len, kv_start, kv_len, q_offset, first_len: 0, last_from: 0 })
     };
     match &desc.sequences {
         Sequences::Dense => (0..d.batch).map(|b| sequence(b, (0, d.q_len), (0, d.kv_len))).collect(),

@@ -85,4 +85,8 @@ pub struct Sequence {
     pub kv_len: usize,
     /// Key position of the first query, counted from the sequence's first key.
     pub q_offset: i64,
+    /// First tokens that are kept in 16 bits ([`KeptTokens`](super::KeptTokens)).
+    pub first_len: usize,
+    /// First token that is kept in 16 bits as one of the last.
+    pub last_from: usize,
 }

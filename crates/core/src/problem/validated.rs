@@ -3,6 +3,7 @@
 use super::desc::ProblemDesc;
 use super::dims::Dims;
 use super::error::ProblemError;
+use super::kept::{self, KeyPart};
 use super::kv_storage::KvStorage;
 use super::rules;
 use super::sequence::{Sequence, Sequences};
@@ -29,6 +30,8 @@ pub struct Problem {
     desc: ProblemDesc,
     scale: f32,
     sequences: Vec<Sequence>,
+    /// The keys that it is over.
+    part: KeyPart,
 }
 
 impl Problem {
@@ -79,9 +82,12 @@ impl Problem {
             return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap, max: MAX_SCALE });
         }
         check_codecs(&desc)?;
-        let sequences = rules::resolve(&desc)?;
+        let mut sequences = rules::resolve(&desc)?;
         rules::check_prefixes(&desc)?;
-        Ok(Self { desc, scale, sequences })
+        if let Some(kept) = &desc.kept {
+            kept::resolve(kept, &mut sequences, matches!(desc.sequences, Sequences::Cached { .. }))?;
+        }
+        Ok(Self { desc, scale, sequences, part: KeyPart::All })
     }
 
     /// The description this problem was made from.
@@ -141,10 +147,48 @@ impl Problem {
         &self.sequences
     }
 
-    /// Keys of `sequence` that query row `i` sees by causality, window and length (masks and tree masks aside):
-    /// always one interval.
+    /// The keys that the problem is over: all, or those of one storage, by [`Problem::part`].
+    #[must_use]
+    pub const fn key_part(&self) -> KeyPart {
+        self.part
+    }
+
+    /// This problem over the keys of one storage only: keys that are read as codes, or keys that are kept in 16 bits, in the
+    /// [codec](Codec::kept) of kept rows. The parts of a problem are disjoint, and merged they are the whole.
+    #[must_use]
+    pub fn part(&self, part: KeyPart) -> Self {
+        let mut problem = Self { part, ..self.clone() };
+        if matches!(part, KeyPart::First | KeyPart::Last) {
+            (problem.desc.k_codec, problem.desc.v_codec) =
+                (Some(self.k_codec().kept()), Some(self.v_codec().kept()));
+            problem.desc.prefixes.clear();
+        }
+        problem
+    }
+
+    /// Keys of `sequence` that query row `i` sees by causality, window and length (masks and tree masks aside), among the keys that the
+    /// problem is over: always one interval.
     #[must_use]
     pub fn visible(&self, sequence: &Sequence, i: usize) -> Range<usize> {
+        let (p, kept) = (sequence.q_offset + i as i64, &self.desc.kept);
+        let seen = self.seen(sequence, i);
+        kept.as_ref().map_or(seen.clone(), |kept| self.part.keys(kept.last, sequence, p, seen))
+    }
+
+    /// Keys of `sequence` whose rows lie in the storage that the problem is over. Rings and forgotten tokens aside, they exist whether a row
+    /// sees them or not.
+    #[must_use]
+    pub const fn stored(&self, sequence: &Sequence) -> Range<usize> {
+        match self.part {
+            KeyPart::All | KeyPart::Codes => 0..sequence.kv_len,
+            KeyPart::First => 0..sequence.first_len,
+            KeyPart::Last => sequence.last_from..sequence.kv_len,
+        }
+    }
+
+    /// [`Problem::visible`] over all keys, whatever the part.
+    #[must_use]
+    pub fn seen(&self, sequence: &Sequence, i: usize) -> Range<usize> {
         self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
     }
 
@@ -158,7 +202,8 @@ impl Problem {
     /// sequences do. Cost: `O(sequences)`.
     #[must_use]
     pub fn is_step_of(&self, other: &Self) -> bool {
-        self.scale() == other.scale() && without_lens(&self.desc) == without_lens(&other.desc)
+        (self.scale(), self.part) == (other.scale(), other.part)
+            && without_lens(&self.desc) == without_lens(&other.desc)
     }
 
     /// Keys that the sequences have more than in `before`, if this is a later step of the same ones: nothing else differs, and no
@@ -186,9 +231,13 @@ impl Problem {
     }
 
     /// The first query row of `sequence` that sees a key by causality, window and length, and the first key that it
-    /// sees, which is the first that any row sees. Cost: constant.
+    /// sees, which is the first that any row sees. Cost: constant, or `O(rows)` over a [part](Problem::part) of the keys.
     #[must_use]
     pub fn first_visible(&self, sequence: &Sequence) -> Option<(usize, usize)> {
+        if self.part != KeyPart::All {
+            let mut seen = (0..sequence.q_len).map(|i| (i, self.visible(sequence, i)));
+            return seen.find(|(_, keys)| !keys.is_empty()).map(|(i, keys)| (i, keys.start));
+        }
         // Rows before this one see no key. Since both ends of the intervals increase with the row, this row is the first to see a key if
         // any does.
         let first = self.desc.visibility.first_position();
@@ -199,7 +248,8 @@ impl Problem {
     }
 
     /// Number of visible (query row, key) pairs of one head, summed over sequences; masks and tree masks are not
-    /// counted. A pair costs `2 * (head_dim + value_dim)` operations. Cost: `O(sequences)`.
+    /// counted. A pair costs `2 * (head_dim + value_dim)` operations. Cost: `O(sequences)`, or `O(rows)` over a [part](Problem::part) of the
+    /// keys.
     ///
     /// A sequence has fewer than `2^62` pairs. A batch of more than `u64::MAX`, which would take years, counts as `u64::MAX`.
     #[must_use]
@@ -209,7 +259,12 @@ impl Problem {
 
     /// [`Problem::visible_pairs`], below `2^92`: tensors are addressable, so that a batch has fewer than `2^61` query rows.
     fn all_pairs(&self) -> u128 {
-        let pairs = |s: &Sequence| self.desc.visibility.pairs(s.q_offset, s.q_len, s.kv_len);
+        let pairs = |s: &Sequence| match self.part {
+            KeyPart::All => self.desc.visibility.pairs(s.q_offset, s.q_len, s.kv_len),
+            KeyPart::Codes | KeyPart::First | KeyPart::Last => {
+                (0..s.q_len).map(|i| self.visible(s, i).len() as u128).sum()
+            }
+        };
         self.sequences.iter().map(pairs).sum()
     }
 
@@ -231,9 +286,14 @@ impl Problem {
         }
     }
 
-    /// Bytes of the keys and values that some query row sees, each once. Cost: `O(sequences + rows that see no key)`.
+    /// Bytes of the keys and values that some query row sees, as it reads them, each once. Cost: `O(sequences + rows that see no key)`, or
+    /// `O(rows)` where tokens are kept in 16 bits.
     #[must_use]
     pub fn kv_bytes(&self) -> f64 {
+        if self.desc.kept.is_some() && self.part == KeyPart::All {
+            let parts = [KeyPart::Codes, KeyPart::First, KeyPart::Last];
+            return parts.into_iter().map(|part| self.part(part).kv_bytes()).sum();
+        }
         let keys = self.sequences.iter().map(|s| self.visible_union(s, 0..s.q_len).len() as f64);
         keys.sum::<f64>() * (self.dims().kv_heads * self.kv_row_bytes()) as f64
     }
@@ -305,6 +365,9 @@ fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
         Sequences::Dense | Sequences::Packed { .. } => {}
     }
     desc.prefixes.clear();
+    if let Some(kept) = &mut desc.kept {
+        kept.first_lens.iter_mut().chain(&mut kept.last_from).for_each(|len| *len = 0);
+    }
     desc
 }
 

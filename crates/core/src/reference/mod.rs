@@ -5,7 +5,7 @@ use crate::codec::KvView;
 use crate::inputs;
 use crate::inputs::{Inputs, RunError};
 use crate::isa::FloatEnv;
-use crate::problem::{Problem, Sequence};
+use crate::problem::{KeyPart, Problem, Sequence};
 use crate::tensor::TensorView;
 use std::ops::Range;
 
@@ -61,20 +61,47 @@ pub fn for_each_prob(
 pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: impl FnMut(usize, &Row<'_>)) {
     let _env = FloatEnv::ieee();
     let dims = problem.dims();
+    let parts = parts(problem, inputs);
     for (index, sequence) in problem.sequences().iter().enumerate() {
-        let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
         for kv_head in 0..dims.kv_heads {
-            let place = |j| place(inputs, sequence, index, j);
-            let k = Rows::new(&inputs.k, dims.head_dim, kv_head, seen.clone(), place);
-            let v = Rows::new(&inputs.v, dims.value_dim, kv_head, seen.clone(), place);
+            let parts: Vec<_> =
+                parts.iter().map(|part| PartRows::new(part, sequence, index, kv_head)).collect();
             for (h, i) in (0..dims.gqa_group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
                 let h = kv_head * dims.gqa_group() + h;
                 let q: Vec<f64> = elements(&inputs.q, [sequence.batch, h, sequence.q_start + i]).collect();
-                let row = Row { problem, inputs, sequence, index, h, i, q: &q, k: &k, v: &v };
+                let row = Row { problem, inputs, sequence, index, h, i, q: &q, parts: &parts };
                 let at = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
                 visit(at, &row);
             }
         }
+    }
+}
+
+/// The problem over each storage of its keys, with the inputs that lie there.
+fn parts<'a>(problem: &Problem, inputs: &Inputs<'a>) -> Vec<(Problem, Inputs<'a>)> {
+    let parts: &[KeyPart] = match problem.desc().kept {
+        Some(_) => &[KeyPart::Codes, KeyPart::First, KeyPart::Last],
+        None => &[KeyPart::All],
+    };
+    parts.iter().filter_map(|&part| Some((problem.part(part), inputs.part(part)?))).collect()
+}
+
+/// Keys and values of one head of a sequence that lie in one storage.
+struct PartRows<'a> {
+    problem: &'a Problem,
+    k: Rows,
+    v: Rows,
+}
+
+impl<'a> PartRows<'a> {
+    fn new(part: &'a (Problem, Inputs<'_>), sequence: &Sequence, index: usize, kv_head: usize) -> Self {
+        let (problem, inputs) = part;
+        let end = if problem.key_part() == KeyPart::First { sequence.first_len } else { sequence.kv_len };
+        let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..end);
+        let place = |j| place(inputs, sequence, index, j);
+        let k = Rows::new(&inputs.k, problem.dims().head_dim, kv_head, seen.clone(), place);
+        let v = Rows::new(&inputs.v, problem.dims().value_dim, kv_head, seen, place);
+        Self { problem, k, v }
     }
 }
 
@@ -87,8 +114,7 @@ pub(crate) struct Row<'a> {
     h: usize,
     i: usize,
     q: &'a [f64],
-    k: &'a Rows,
-    v: &'a Rows,
+    parts: &'a [PartRows<'a>],
 }
 
 /// Where the visible key `j` lies: batch entry or page, and row in it.
@@ -136,12 +162,24 @@ impl Rows {
 }
 
 impl Row<'_> {
+    /// The storage of key `j`, which must be visible.
+    fn part(&self, j: usize) -> &PartRows<'_> {
+        let has_key = |part: &&PartRows<'_>| part.problem.visible(self.sequence, self.i).contains(&j);
+        let part = if let [part] = self.parts { Some(part) } else { self.parts.iter().find(has_key) };
+        part.unwrap_or_else(|| unreachable!("every visible key lies in one part"))
+    }
+
+    /// The value of key `j`, which must be visible.
+    fn value(&self, j: usize) -> &[f64] {
+        self.part(j).v.row(j)
+    }
+
     /// The largest Euclidean norm, over the visible keys with a finite score, of the products `q[d] * k[d]` whose sum
     /// is `q . k`; 0 without such keys.
     pub(crate) fn max_products_norm(&self) -> f64 {
         let is_finite = |&j: &usize| self.score(j).is_some_and(f64::is_finite);
         let visible = self.problem.visible(self.sequence, self.i).filter(is_finite);
-        let squares = |j| self.q.iter().zip(self.k.row(j)).map(|(q, k)| (q * k).powi(2)).sum::<f64>();
+        let squares = |j| self.q.iter().zip(self.part(j).k.row(j)).map(|(q, k)| (q * k).powi(2)).sum::<f64>();
         visible.map(squares).fold(0.0, f64::max).sqrt()
     }
 
@@ -161,7 +199,7 @@ impl Row<'_> {
             return None;
         }
         let mut score = 0.0;
-        for (q, k) in self.q.iter().zip(self.k.row(j)) {
+        for (q, k) in self.q.iter().zip(self.part(j).k.row(j)) {
             score += q * k;
         }
         score *= f64::from(self.problem.scale());
@@ -207,7 +245,7 @@ fn softmax(row: &Row<'_>) -> (Vec<(usize, f64)>, f64) {
 fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let (probs, lse) = softmax(row);
     for (j, p) in probs {
-        for (o, v) in out.iter_mut().zip(row.v.row(j)) {
+        for (o, v) in out.iter_mut().zip(row.value(j)) {
             // The probability of a finite score is positive, also where it underflows: an infinite value stays infinite.
             let underflows = p == 0.0 && v.is_infinite() && row.score(j).is_some_and(f64::is_finite);
             *o += if underflows { *v } else { p * v };
