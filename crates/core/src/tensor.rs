@@ -8,6 +8,7 @@
 use crate::dtype::{Dtype, Element, MaskKind};
 use half::{bf16, f16};
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Why memory cannot be viewed with a shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -166,6 +167,14 @@ fn from_bshd(shape: [usize; 4]) -> ([usize; 4], [usize; 4]) {
     ([shape[0], shape[2], shape[1], shape[3]], [strides[0], strides[2], strides[1], strides[3]])
 }
 
+/// The shape of some rows of every head.
+fn shape_of_rows([batch, heads, got, dim]: [usize; 4], rows: &Range<usize>) -> Result<[usize; 4], ViewError> {
+    if rows.start > rows.end || rows.end > got {
+        return Err(ViewError::TooSmall { needed: rows.end.max(rows.start), got });
+    }
+    Ok([batch, heads, rows.len(), dim])
+}
+
 /// A read-only view `[batch, heads, rows, dim]` of f32, f16 or bf16 elements.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
@@ -302,6 +311,24 @@ impl<'a> TensorView<'a> {
     pub(crate) const fn columns(&self, columns: usize) -> Self {
         let [batch, heads, rows, _] = self.shape;
         Self { shape: [batch, heads, rows, columns], ..*self }
+    }
+
+    /// The view of some rows of every head.
+    ///
+    /// ```
+    /// # use flashtile::TensorView;
+    /// let rows: Vec<f32> = (0..6 * 16).map(|x| x as f32).collect();
+    /// let q = TensorView::packed(&rows, [6, 1, 16])?;
+    /// assert_eq!(q.rows(2..5)?.get([0, 0, 0, 1]), 33.0);
+    /// # Ok::<(), flashtile::ViewError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`] if there are fewer rows.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Self, ViewError> {
+        let shape = shape_of_rows(self.shape, &rows)?;
+        let ptr = if rows.is_empty() { self.ptr } else { self.row(0, 0, rows.start) };
+        Ok(Self { ptr, shape, ..*self })
     }
 
     /// Returns true if the rows are the first elements of the rows of `other`, in the same memory.
@@ -481,6 +508,16 @@ impl<'a> TensorViewMut<'a> {
     pub const fn reborrow(&mut self) -> TensorViewMut<'_> {
         let Self { ptr, dtype, shape, strides, memory: _ } = *self;
         TensorViewMut { ptr, dtype, shape, strides, memory: PhantomData }
+    }
+
+    /// The view of some rows of every head, borrowed for a shorter time, as [`TensorView::rows`].
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`] if there are fewer rows.
+    pub fn rows_mut(&mut self, rows: Range<usize>) -> Result<TensorViewMut<'_>, ViewError> {
+        let shape = shape_of_rows(self.shape, &rows)?;
+        let ptr = if rows.is_empty() { self.ptr } else { self.row(0, 0, rows.start) };
+        Ok(TensorViewMut { ptr, shape, ..self.reborrow() })
     }
 
     /// The memory from the first element to the last, including gaps between rows.

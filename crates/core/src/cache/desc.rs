@@ -91,7 +91,21 @@ pub struct CacheDesc {
     /// Where values lie. With [`KvStorage::KeyColumns`] the cache stores keys only, and `v` equals `k`.
     #[cfg_attr(feature = "serde", serde(default))]
     pub kv_storage: KvStorage,
+    /// Tokens at the start of each sequence that are kept in 16 bits beside their codes, such as attention sinks. 0: none. A ring, which
+    /// gives up its first tokens, keeps none.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub keep_first: usize,
+    /// Tokens up to a query's own that it reads in 16 bits. 0: none. For each sequence the cache holds [`KEPT_STEP`] rows more, so that a
+    /// step of so many tokens has them for each of its queries, and so many tokens can be taken back.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub keep_last: usize,
+    /// Sequences at a time, in a paged cache that keeps tokens in 16 bits: such rows lie in slots. 0 in every other cache.
+    #[cfg_attr(feature = "serde", serde(default))]
+    pub keep_slots: usize,
 }
+
+/// Rows that a cache holds beside [`CacheDesc::keep_last`] for each sequence: the tokens of a step whose queries are computed at once.
+pub const KEPT_STEP: usize = 64;
 
 impl CacheDesc {
     /// A cache that stores keys and values with the same codec.
@@ -107,6 +121,9 @@ impl CacheDesc {
             k: codec,
             v: codec,
             kv_storage: KvStorage::Separate,
+            keep_first: 0,
+            keep_last: 0,
+            keep_slots: 0,
         }
     }
 
@@ -126,7 +143,26 @@ impl CacheDesc {
         self
     }
 
-    /// Bytes of one token in all layers; saturating.
+    /// This cache with the first `first` and the last `last` tokens of each sequence in 16 bits, beside their codes. In a paged cache,
+    /// [`CacheDesc::keep_slots`] must be set too.
+    ///
+    /// ```
+    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
+    /// let shape = CacheShape { layers: 32, kv_heads: 8, head_dim: 128, value_dim: 128 };
+    /// let layout = CacheLayout::Contiguous { slots: 1, capacity: 32768 };
+    /// let desc = CacheDesc::new(layout, shape, Codec::Tq3).with_kept(4, 128);
+    /// // 3 bits for each element and a scale, and 196 rows in 16 bits: a fifth of the bytes of f16.
+    /// let f16 = CacheDesc::new(layout, shape, Codec::F16);
+    /// assert_eq!((desc.token_bytes(), desc.kept_bytes()), (51_200, 25_690_112));
+    /// assert_eq!((32768 * desc.token_bytes() + desc.kept_bytes()) * 100 / (32768 * f16.token_bytes()), 20);
+    /// ```
+    #[must_use]
+    pub const fn with_kept(mut self, first: usize, last: usize) -> Self {
+        (self.keep_first, self.keep_last) = (first, last);
+        self
+    }
+
+    /// Bytes of one token in all layers, as codes; saturating.
     #[must_use]
     pub const fn token_bytes(&self) -> usize {
         let value_bytes = match self.kv_storage {
@@ -135,6 +171,51 @@ impl CacheDesc {
         };
         let row = self.k.row_bytes(self.head_dim).saturating_add(value_bytes);
         self.layers.saturating_mul(self.kv_heads).saturating_mul(row)
+    }
+
+    /// Bytes of the rows in 16 bits of all sequences that the cache has room for, in all layers; saturating.
+    #[must_use]
+    pub fn kept_bytes(&self) -> usize {
+        let bytes = |desc: &Self| {
+            let (pages, rows) = desc.layout.pages();
+            pages.saturating_mul(rows).saturating_mul(desc.token_bytes())
+        };
+        self.kept_descs().iter().flatten().map(bytes).fold(0, usize::saturating_add)
+    }
+
+    /// The caches of the first and of the last tokens that are kept in 16 bits, where there are any.
+    pub(super) fn kept_descs(&self) -> [Option<Self>; 2] {
+        let slots = match self.layout {
+            CacheLayout::Contiguous { slots, .. } | CacheLayout::Ring { slots, .. } => slots,
+            CacheLayout::Paged { .. } => self.keep_slots,
+        };
+        let (k, v) = (self.k.kept(), self.v.kept());
+        let of = |layout| Self { layout, k, v, keep_first: 0, keep_last: 0, keep_slots: 0, ..*self };
+        let (first, last) = (self.keep_first, self.keep_last.saturating_add(KEPT_STEP));
+        [
+            (self.keep_first > 0).then(|| of(CacheLayout::Contiguous { slots, capacity: first })),
+            (self.keep_last > 0).then(|| of(CacheLayout::Ring { slots, capacity: last })),
+        ]
+    }
+
+    /// Checks which tokens are kept in 16 bits.
+    fn check_kept(&self) -> Result<(), CacheError> {
+        let is_paged = matches!(self.layout, CacheLayout::Paged { .. });
+        let keeps = self.keep_first > 0 || self.keep_last > 0;
+        let max = if keeps && is_paged { MAX_SEQUENCES } else { 0 };
+        if self.keep_slots > max || (self.keep_slots == 0) != (max == 0) {
+            return Err(CacheError::KeepSlots { got: self.keep_slots, max });
+        }
+        if self.keep_first > 0 && self.layout.is_ring() {
+            return Err(CacheError::KeepFirstOfRing);
+        }
+        let (k, v) = (self.k, self.v);
+        let takes = |codec: Codec| codec.dtype().is_some() || codec.kept() != codec;
+        if keeps && !(takes(k) && takes(v) && (k.dtype().is_none() || v.dtype().is_none())) {
+            return Err(CacheError::KeepCodecs { k, v });
+        }
+        // The slots of kept tokens are checked like any other cache.
+        self.kept_descs().iter().flatten().try_for_each(Self::validate)
     }
 
     /// Checks that a layer exists.
@@ -203,7 +284,7 @@ impl CacheDesc {
         if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
             return Err(CacheError::SizeOverflow { layers: self.layers, pool });
         }
-        Ok(())
+        self.check_kept()
     }
 }
 

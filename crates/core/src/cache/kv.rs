@@ -2,6 +2,7 @@
 
 use super::desc::CacheDesc;
 use super::error::CacheError;
+use super::kept::{Kept, KeptTables};
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
@@ -9,7 +10,7 @@ use super::store::HostStore;
 use super::table::{PageCopy, RowRun, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
-use crate::inputs::Inputs;
+use crate::inputs::{Inputs, KeptInputs, KeptPages};
 use crate::tensor::TensorView;
 use std::ops::Range;
 
@@ -25,6 +26,8 @@ pub struct KvCache<S: PageStore = HostStore> {
     desc: CacheDesc,
     table: SequenceTable,
     store: S,
+    /// Slots of the tokens that are kept in 16 bits.
+    kept: Kept<S>,
     /// `[layers]`: whether rows have been stored, which fixes the mean of the layer's keys.
     written: Vec<bool>,
     /// Scratch memory, empty between operations.
@@ -135,7 +138,7 @@ impl KvCache {
                 pool.load(run, kept.start + run.at, v);
             }
         }
-        Ok(())
+        self.kept.drop_rows(seq)
     }
 
     /// A sequence's rows in one layer as a slot, byte for byte: pages `[1, kv_heads, capacity, dim]` of keys or
@@ -218,10 +221,30 @@ impl KvCache {
         Ok(Inputs::paged_kv(q, k, v, tables))
     }
 
+    /// Inputs of attention over the tokens of a layer that are kept in 16 bits, for [`Inputs::kept`]. `tables` come from
+    /// [`KvCache::kept_tables`] for the sequences of the batch.
+    ///
+    /// # Errors
+    /// The errors of [`KvCache::kv_pages`].
+    pub fn kept_inputs<'a>(
+        &'a self,
+        layer: usize,
+        tables: &'a KeptTables,
+    ) -> Result<KeptInputs<'a>, CacheError> {
+        let pages = |cache: Option<&'a Self>, tables: &'a Option<BlockTables>| {
+            let (Some(cache), Some(tables)) = (cache, tables) else { return Ok(None) };
+            let (k, v) = cache.kv_pages(layer)?;
+            Ok(Some(KeptPages { k, v, tables }))
+        };
+        let [first, last] = self.kept_caches();
+        Ok(KeptInputs { first: pages(first, &tables.first)?, last: pages(last, &tables.last)? })
+    }
+
     /// Fills every row without a token with bytes 0xFF, a NaN in every codec, so that reading it shows.
     #[cfg(feature = "testkit")]
     pub fn poison_unused(&mut self) {
         self.store.poison(&self.table.rows_held());
+        self.kept.caches_mut().for_each(Self::poison_unused);
     }
 }
 
@@ -230,14 +253,17 @@ impl<S: PageStore> KvCache<S> {
     ///
     /// # Errors
     /// As [`KvCache::new`].
-    pub fn with_store(store: S) -> Result<Self, CacheError> {
+    pub fn with_store(store: S) -> Result<Self, S::Error> {
         let desc = *store.desc();
         desc.validate()?;
         let table = SequenceTable::new(desc.layout)?;
         let mut written = Vec::new();
         reserve(&mut written, desc.layers)?;
         written.resize(desc.layers, false);
-        Ok(Self { desc, table, store, written, copies: Vec::new(), runs: Vec::new() })
+        let kept = Kept::new(&desc, &store)?;
+        let mut cache = Self { desc, table, store, kept, written, copies: Vec::new(), runs: Vec::new() };
+        cache.name_kept_sequences();
+        Ok(cache)
     }
 
     /// The memory of the rows.
@@ -257,7 +283,8 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::Row`]: the first of the rows that were not stored in the first layer that has any, in keys before values.
     pub fn check_stored(&mut self) -> Result<(), S::Error> {
-        self.store.check_stored()
+        self.store.check_stored()?;
+        self.kept.caches_mut().try_for_each(Self::check_stored)
     }
 
     /// The description this cache was made from.
@@ -271,7 +298,9 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
     pub fn create(&mut self) -> Result<SeqId, S::Error> {
-        Ok(self.table.create()?)
+        let seq = self.table.create()?;
+        let kept = self.kept.create();
+        self.begun(seq, kept)
     }
 
     /// Ends a sequence and frees the pages that only it holds. Cost: `O(its pages)`, without touching their memory.
@@ -279,7 +308,8 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::ForeignSequence`], or [`CacheError::RemovedSequence`] the second time.
     pub fn remove(&mut self, seq: SeqId) -> Result<(), S::Error> {
-        Ok(self.table.remove(seq)?)
+        self.table.remove(seq)?;
+        self.kept.caches_mut().try_for_each(|cache| cache.remove(seq))
     }
 
     /// Length of a sequence, including tokens that are no longer kept: the position of its next token.
@@ -307,11 +337,18 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
     pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), S::Error> {
         self.table.extend(batch, &mut self.copies)?;
-        if let Err(error) = self.copy_pages() {
+        if let Err(error) = self.copy_pages().and_then(|()| self.extend_kept(batch)) {
             self.take_back(batch)?;
             return Err(error);
         }
         Ok(())
+    }
+
+    /// [`KvCache::extend`] of the tokens that are kept in 16 bits.
+    fn extend_kept(&mut self, batch: &[(SeqId, usize)]) -> Result<(), S::Error> {
+        let lens = batch.iter().map(|&(seq, _)| Ok(self.table.kept(seq)?.end));
+        let lens = lens.collect::<Result<Vec<_>, CacheError>>()?;
+        self.kept.extend(batch, &lens)
     }
 
     /// Takes the last tokens of each listed sequence back, which [`KvCache::extend`] has added.
@@ -414,6 +451,9 @@ impl<S: PageStore> KvCache<S> {
         if self.desc.k.dtype().is_some() {
             return Err(CacheError::MeanOfElements { codec: self.desc.k }.into());
         }
+        for cache in self.kept.caches_mut() {
+            cache.store.set_key_mean(layer, mean.to_vec())?;
+        }
         self.store.set_key_mean(layer, mean.to_vec())
     }
 
@@ -433,7 +473,8 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::Position`] unless `first <= len <=` the current length, [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`].
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), S::Error> {
-        Ok(self.table.truncate(seq, len)?)
+        self.table.truncate(seq, len)?;
+        self.kept.truncate(seq, len)
     }
 
     /// Drops the tokens before a position and frees the pages of a paged cache that held only those. The other tokens
@@ -443,7 +484,8 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`].
     pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), S::Error> {
-        Ok(self.table.forget(seq, before)?)
+        self.table.forget(seq, before)?;
+        self.kept.forget(seq, before)
     }
 
     /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied;
@@ -455,11 +497,17 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::Memory`].
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, S::Error> {
         let fork = self.table.fork(seq, &mut self.copies)?;
-        if let Err(error) = self.copy_pages() {
-            self.table.remove(fork)?;
-            return Err(error);
-        }
-        Ok(fork)
+        let kept = self.copy_pages().and_then(|()| self.kept.fork(seq));
+        self.begun(fork, kept)
+    }
+
+    /// A sequence that the table has begun, or has not where its kept tokens could not be.
+    fn begun(&mut self, seq: SeqId, kept: Result<(), S::Error>) -> Result<SeqId, S::Error> {
+        let Err(error) = kept else { return Ok(seq) };
+        self.table.remove(seq)?;
+        // Tables that began the sequence have used up its name.
+        self.skip_to_serial(self.next_serial());
+        Err(error)
     }
 
     /// Copies the kept tokens of a sequence from the cache.
@@ -475,7 +523,10 @@ impl<S: PageStore> KvCache<S> {
         self.store.export(&self.runs(seq, kept.clone(), 0)?, kept.len(), &mut bytes)?;
         let means =
             (0..self.desc.layers).map(|layer| self.store.key_mean(layer).map(<[f32]>::to_vec)).collect();
-        Ok(Snapshot { desc: self.desc, kept, bytes, means })
+        let [first, last] =
+            self.kept_caches().map(|cache| cache.map(|cache| cache.snapshot(seq)).transpose());
+        let parts = [first?.map(Box::new), last?.map(Box::new)];
+        Ok(Snapshot { desc: self.desc, kept, bytes, means, parts })
     }
 
     /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
@@ -496,11 +547,9 @@ impl<S: PageStore> KvCache<S> {
             }
         }
         let seq = self.table.restore(snapshot.kept.clone())?;
-        if let Err(error) = self.fill(seq, snapshot) {
-            self.table.remove(seq)?;
-            return Err(error);
-        }
-        Ok(seq)
+        let filled = self.fill(seq, snapshot);
+        let kept = filled.and_then(|()| self.kept.restore(snapshot.len(), snapshot.parts()));
+        self.begun(seq, kept)
     }
 
     /// Writes the kept tokens of a sequence in one layer to `k` `[1, kv_heads, len - first, head_dim]` and `v`
@@ -525,7 +574,13 @@ impl<S: PageStore> KvCache<S> {
     /// Memory use. Cost: `O(pages + sequences)`.
     #[must_use]
     pub fn memory(&self) -> CacheMemory {
-        CacheMemory::of(&self.desc, &self.table)
+        let codes = CacheMemory::of(&self.desc, &self.table);
+        let kept = self.kept.caches().map(Self::memory);
+        kept.fold(codes, |sum, kept| CacheMemory {
+            bytes_reserved: sum.bytes_reserved + kept.bytes_reserved,
+            bytes_used: sum.bytes_used + kept.bytes_used,
+            ..sum
+        })
     }
 
     /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once.
@@ -545,6 +600,73 @@ impl<S: PageStore> KvCache<S> {
     /// The errors of [`KvCache::tables`]; `tables` is unchanged then.
     pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), S::Error> {
         Ok(self.table.tables(batch, tables)?)
+    }
+
+    /// Which tokens of these sequences are kept in 16 bits, and where they lie; `None` in a cache that keeps none. The problem of attention
+    /// needs [`KeptTables::tokens`], and its inputs [`KvCache::kept_inputs`].
+    ///
+    /// # Errors
+    /// The errors of [`KvCache::tables`].
+    pub fn kept_tables(&self, batch: &[SeqId]) -> Result<Option<KeptTables>, S::Error> {
+        if self.kept.caches().next().is_none() {
+            return Ok(None);
+        }
+        let lens = batch.iter().map(|&seq| Ok(self.table.kept(seq)?.end));
+        let lens = lens.collect::<Result<Vec<_>, CacheError>>()?;
+        self.kept.tables(batch, &lens).map(Some)
+    }
+
+    /// The tables of a sequence as they were when it ended at token `end` of a step, before which the first of the last tokens kept was
+    /// `last_from`. Rows of later tokens must not be stored in the layer yet.
+    ///
+    /// # Errors
+    /// The errors of [`KvCache::tables`].
+    #[doc(hidden)]
+    pub fn tables_at(
+        &self,
+        seq: SeqId,
+        end: usize,
+        last_from: usize,
+    ) -> Result<(BlockTables, KeptTables), S::Error> {
+        let mut tables = self.tables(&[seq])?;
+        tables.lens[0] = end;
+        let mut kept = self.kept_tables(&[seq])?.unwrap_or_default();
+        if let Some(first) = &mut kept.first {
+            first.lens[0] = first.lens[0].min(end);
+        }
+        if let Some(last) = &mut kept.last {
+            last.lens[0] = end;
+            last.first[0] = last_from.max(end.saturating_sub(last.width * last.page_size)).min(end);
+            kept.tokens.last_from[0] = last.first[0];
+        }
+        for first in &mut kept.tokens.first_lens {
+            *first = end.min(*first);
+        }
+        Ok((tables, kept))
+    }
+
+    /// Stores K and V of some of the last tokens of a sequence in one layer, as [`KvCache::write`] does of all of them. The pages of these
+    /// tokens must not be shared.
+    ///
+    /// # Errors
+    /// As [`KvCache::write`].
+    #[doc(hidden)]
+    pub fn write_piece(
+        &mut self,
+        layer: usize,
+        (seq, tokens): (SeqId, Range<usize>),
+        k: &S::Rows<'_>,
+        v: &S::Rows<'_>,
+    ) -> Result<(), S::Error> {
+        self.desc.check_layer(layer)?;
+        self.check_write(layer, tokens.len(), k, v)?;
+        self.write_tokens(layer, &[(seq, tokens)], k, v)
+    }
+
+    /// The slots of the first and of the last tokens that are kept in 16 bits, as caches of their own.
+    #[doc(hidden)]
+    pub fn kept_caches(&self) -> [Option<&Self>; 2] {
+        [self.kept.first.as_deref(), self.kept.last.as_deref()]
     }
 
     /// Where kept tokens of a sequence lie; the first is row `at` of a tensor.
@@ -577,22 +699,41 @@ impl<S: PageStore> KvCache<S> {
         v: &S::Rows<'_>,
     ) -> Result<(), S::Error> {
         self.desc.check_rows(tokens, (S::shape(k), S::shape(v)))?;
-        self.store.check(layer, k, v)
+        self.store.check(layer, k, v)?;
+        self.kept.caches().try_for_each(|cache| cache.store.check(layer, k, v))
     }
 
     /// Names sequences as another cache does: both give the same identifier to a sequence that is created in both.
-    pub(super) const fn name_sequences_as(&mut self, other: &Self) {
+    pub(super) fn name_sequences_as(&mut self, other: &Self) {
         self.table.name_sequences_as(&other.table);
+        self.name_kept_sequences();
+    }
+
+    fn name_kept_sequences(&mut self) {
+        let table = &self.table;
+        self.kept.caches_mut().for_each(|cache| cache.table.name_sequences_as(table));
     }
 
     /// Serial of the next sequence.
-    pub(super) const fn next_serial(&self) -> u64 {
-        self.table.next_serial()
+    pub(super) fn next_serial(&self) -> u64 {
+        let kept = self.kept.caches().map(|cache| cache.table.next_serial());
+        kept.fold(self.table.next_serial(), u64::max)
     }
 
     /// Gives the next sequence this serial, which no sequence has had.
-    pub(super) const fn skip_to_serial(&mut self, serial: u64) {
+    pub(super) fn skip_to_serial(&mut self, serial: u64) {
         self.table.skip_to_serial(serial);
+        self.kept.caches_mut().for_each(|cache| cache.table.skip_to_serial(serial));
+    }
+
+    /// A sequence of `len` tokens, none of which are kept.
+    pub(super) fn create_without_rows(&mut self, len: usize) -> Result<SeqId, S::Error> {
+        Ok(self.table.restore(len..len)?)
+    }
+
+    /// Drops all tokens of a sequence, which has `len` of them after it.
+    pub(super) fn drop_rows(&mut self, seq: SeqId, len: usize) -> Result<(), S::Error> {
+        Ok(self.table.clear(seq, len)?)
     }
 
     /// Stores rows of a batch that has been checked, in pages that are not shared.
@@ -603,14 +744,33 @@ impl<S: PageStore> KvCache<S> {
         k: &S::Rows<'_>,
         v: &S::Rows<'_>,
     ) -> Result<(), S::Error> {
-        self.written[layer] |= total_tokens(batch) > 0;
+        let tokens = batch.iter().map(|&(seq, tokens)| {
+            let end = self.table.kept(seq)?.end;
+            Ok((seq, end - tokens..end))
+        });
+        let tokens = tokens.collect::<Result<Vec<_>, CacheError>>()?;
+        self.write_tokens(layer, &tokens, k, v)
+    }
+
+    /// Stores rows of tokens that sequences have, one sequence after another, in pages that are not shared. Of a ring, rows of the last
+    /// tokens that it would keep if the sequence ended with them are stored.
+    pub(super) fn write_tokens(
+        &mut self,
+        layer: usize,
+        tokens: &[(SeqId, Range<usize>)],
+        k: &S::Rows<'_>,
+        v: &S::Rows<'_>,
+    ) -> Result<(), S::Error> {
         self.runs.clear();
         let mut row = 0;
-        for &(seq, tokens) in batch {
-            let tail = self.table.tail(seq, tokens)?;
-            self.runs.extend(self.table.runs(seq, tail.kept)?.map(|run| run.from(row + tail.skipped)));
-            row += tokens;
+        for (seq, tokens) in tokens {
+            let kept = self.table.kept_of(*seq, tokens)?;
+            let at = row + (kept.start - tokens.start);
+            self.runs.extend(self.table.runs(*seq, kept)?.map(|run| run.from(at)));
+            row += tokens.len();
         }
-        self.store.write(layer, &self.runs, k, v)
+        self.written[layer] |= row > 0;
+        self.store.write(layer, &self.runs, k, v)?;
+        self.kept.write(layer, tokens, k, v)
     }
 }

@@ -32,6 +32,7 @@
 mod desc;
 mod error;
 mod hybrid;
+mod kept;
 mod kv;
 mod page_store;
 mod seq_id;
@@ -39,9 +40,10 @@ mod snapshot;
 mod store;
 mod table;
 
-pub use desc::{CacheDesc, CacheLayout, CacheShape};
+pub use desc::{CacheDesc, CacheLayout, CacheShape, KEPT_STEP};
 pub use error::CacheError;
 pub use hybrid::{GroupLayer, HybridCache, name_layer};
+pub use kept::KeptTables;
 pub use kv::{CacheMemory, KvCache};
 pub use page_store::PageStore;
 pub use seq_id::SeqId;

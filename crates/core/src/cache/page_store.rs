@@ -21,6 +21,19 @@ pub trait PageStore {
     /// The error with a refusal of the cache, if it is one, replaced by another.
     fn map_refusal(error: Self::Error, map: impl FnOnce(CacheError) -> CacheError) -> Self::Error;
 
+    /// Zeroed pages for another description, in the same memory: of the tokens that a cache keeps in 16 bits.
+    ///
+    /// # Errors
+    /// [`CacheError::KeepStore`] where the store has no such pages, as by default; otherwise as the store is made.
+    fn sibling(&self, desc: &CacheDesc) -> Result<Self, Self::Error>
+    where
+        Self: Sized,
+    {
+        let CacheDesc { keep_first, keep_last, .. } = *self.desc();
+        let _ = desc;
+        Err(CacheError::KeepStore { keep_first, keep_last }.into())
+    }
+
     /// The description that the store was made for.
     fn desc(&self) -> &CacheDesc;
 

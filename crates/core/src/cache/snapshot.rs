@@ -11,6 +11,8 @@ use std::ops::Range;
 /// The first bytes of a snapshot: magic, version, and the byte order of the machine that wrote it.
 const MAGIC: [u8; 8] = *b"ftkvsnap";
 const VERSION: u32 = 1;
+/// The version of a snapshot whose rows are followed by tokens that were kept in 16 bits.
+const VERSION_WITH_KEPT: u32 = 2;
 const ORDER: u32 = 0x0102_0304;
 
 /// Stands for the codec of values that are columns of the keys.
@@ -29,6 +31,36 @@ fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
     Some(first)
 }
 
+/// A mean of `size` bytes.
+fn read_mean(rest: &mut &[u8], size: usize) -> Result<Vec<f32>, CacheError> {
+    let bytes = take(rest, size).unwrap_or_default();
+    let mean: Vec<f32> = bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
+    if mean.iter().all(|x| x.is_finite()) { Ok(mean) } else { Err(CacheError::MeanNotFinite) }
+}
+
+/// The snapshots of the tokens that were kept in 16 bits, from the last bytes of a snapshot of `got` bytes.
+fn read_parts(bytes: &[u8], got: usize) -> Result<[Option<Box<Snapshot>>; 2], CacheError> {
+    let mut rest = bytes;
+    let mut part = || {
+        let at = got - rest.len();
+        let length = |more: usize| CacheError::SnapshotLength { expected: at.saturating_add(more), got };
+        let size = take(&mut rest, size_of::<u64>()).and_then(|size| size.try_into().ok());
+        let size = u64::from_ne_bytes(size.ok_or(length(size_of::<u64>()))?);
+        let size = usize::try_from(size).unwrap_or(usize::MAX);
+        let bytes = take(&mut rest, size).ok_or(length(size.saturating_add(size_of::<u64>())))?;
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        Snapshot::read(bytes, false).map(|part| Some(Box::new(part)))
+    };
+    let parts = [part()?, part()?];
+    if rest.is_empty() {
+        Ok(parts)
+    } else {
+        Err(CacheError::SnapshotLength { expected: got - rest.len(), got })
+    }
+}
+
 /// The kept tokens of a sequence in every layer, as owned bytes: stored rows without conversion. It can be restored
 /// into any cache with the same layers, heads, dimensions, codecs and key means, whatever its layout.
 #[derive(Debug, Clone)]
@@ -40,6 +72,8 @@ pub struct Snapshot {
     pub(super) bytes: Vec<u8>,
     /// `[layers]`: means that were subtracted from the keys.
     pub(super) means: Vec<Option<Vec<f32>>>,
+    /// The first and the last tokens that were kept in 16 bits.
+    pub(super) parts: [Option<Box<Snapshot>>; 2],
 }
 
 impl Snapshot {
@@ -86,15 +120,18 @@ impl Snapshot {
     }
 
     /// The snapshot as bytes to store or send: a header of 96 bytes, a byte per layer that says whether its keys have
-    /// a mean, the means as f32, and the rows of [`Snapshot::as_bytes`]. Integers and floats are in native byte
-    /// order.
+    /// a mean, the means as f32, and the rows of [`Snapshot::as_bytes`]. Where tokens were kept in 16 bits, the first and the last of them
+    /// follow: for each a number of bytes, which may be 0, and as many bytes, a snapshot of their own. Integers and floats are in native
+    /// byte order.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let desc = &self.desc;
         let means = self.means.iter().flatten().flatten();
         let mut bytes = Vec::with_capacity(self.header_bytes() + self.bytes.len());
         bytes.extend(MAGIC);
-        bytes.extend([VERSION, ORDER].iter().flat_map(|x| x.to_ne_bytes()));
+        let has_kept = self.parts.iter().any(Option::is_some);
+        let version = if has_kept { VERSION_WITH_KEPT } else { VERSION };
+        bytes.extend([version, ORDER].iter().flat_map(|x| x.to_ne_bytes()));
         let fields =
             [desc.layers, desc.kv_heads, desc.head_dim, desc.value_dim, self.kept.start, self.kept.end];
         bytes.extend(fields.iter().flat_map(|x| (*x as u64).to_ne_bytes()));
@@ -109,7 +146,19 @@ impl Snapshot {
         bytes.extend(self.means.iter().map(|mean| u8::from(mean.is_some())));
         bytes.extend(means.flat_map(|x| x.to_ne_bytes()));
         bytes.extend(&self.bytes);
+        if has_kept {
+            for part in self.parts() {
+                let part = part.map_or_else(Vec::new, Self::to_bytes);
+                bytes.extend((part.len() as u64).to_ne_bytes());
+                bytes.extend(part);
+            }
+        }
         bytes
+    }
+
+    /// The first and the last tokens that were kept in 16 bits.
+    pub(super) fn parts(&self) -> [Option<&Self>; 2] {
+        self.parts.each_ref().map(Option::as_deref)
     }
 
     /// Bytes before the rows.
@@ -127,6 +176,11 @@ impl Snapshot {
     /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`],
     /// [`CacheError::MeanNotFinite`] or [`CacheError::Memory`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
+        Self::read(bytes, true)
+    }
+
+    /// [`Snapshot::from_bytes`]. Kept tokens keep none of their own: their bytes are read without `may_keep`.
+    fn read(bytes: &[u8], may_keep: bool) -> Result<Self, CacheError> {
         let got = bytes.len();
         let length = |expected| CacheError::SnapshotLength { expected, got };
         let mut rest = bytes;
@@ -134,10 +188,13 @@ impl Snapshot {
         if magic != MAGIC {
             return Err(CacheError::SnapshotHeader { field: "magic" });
         }
-        for (field, expected) in [("version", VERSION), ("byte order", ORDER)] {
-            if take(&mut rest, size_of::<u32>()).ok_or(length(HEADER))? != expected.to_ne_bytes() {
-                return Err(CacheError::SnapshotHeader { field });
-            }
+        let version = take(&mut rest, size_of::<u32>()).ok_or(length(HEADER))?;
+        let has_kept = may_keep && version == VERSION_WITH_KEPT.to_ne_bytes();
+        if !has_kept && version != VERSION.to_ne_bytes() {
+            return Err(CacheError::SnapshotHeader { field: "version" });
+        }
+        if take(&mut rest, size_of::<u32>()).ok_or(length(HEADER))? != ORDER.to_ne_bytes() {
+            return Err(CacheError::SnapshotHeader { field: "byte order" });
         }
         let mut field = || {
             let bytes = take(&mut rest, size_of::<u64>())?;
@@ -183,26 +240,20 @@ impl Snapshot {
         let mean_bytes = elements.saturating_mul(size_of::<f32>());
         let row_bytes = kept.saturating_mul(desc.token_bytes());
         let after = with_mean.saturating_mul(mean_bytes).saturating_add(row_bytes);
-        if rest.len() != after {
+        if rest.len() < after || !has_kept && rest.len() != after {
             return Err(length((got - rest.len()).saturating_add(after)));
         }
-        let mut mean = |flag: &u8| -> Result<Option<Vec<f32>>, CacheError> {
-            if *flag == 0 {
-                return Ok(None);
-            }
-            let bytes = take(&mut rest, mean_bytes).unwrap_or_default();
-            let mean: Vec<f32> = bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
-            if mean.iter().all(|x| x.is_finite()) { Ok(Some(mean)) } else { Err(CacheError::MeanNotFinite) }
-        };
         let mut means: Vec<Option<Vec<f32>>> = Vec::new();
         reserve(&mut means, layers)?;
         for flag in flags {
-            means.push(mean(flag)?);
+            means.push(if *flag == 0 { None } else { Some(read_mean(&mut rest, mean_bytes)?) });
         }
+        let rows = take(&mut rest, row_bytes).unwrap_or_default();
         let mut bytes = Vec::new();
-        reserve(&mut bytes, rest.len())?;
-        bytes.extend_from_slice(rest);
-        Ok(Self { desc, kept: first..end, bytes, means })
+        reserve(&mut bytes, row_bytes)?;
+        bytes.extend_from_slice(rows);
+        let parts = if has_kept { read_parts(rest, got)? } else { [None, None] };
+        Ok(Self { desc, kept: first..end, bytes, means, parts })
     }
 
     /// Checks that a cache with this description can hold the rows.

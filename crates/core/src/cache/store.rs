@@ -310,6 +310,10 @@ impl PageStore for HostStore {
         map(error)
     }
 
+    fn sibling(&self, desc: &CacheDesc) -> Result<Self, CacheError> {
+        Self::new(desc)
+    }
+
     fn desc(&self) -> &CacheDesc {
         &self.desc
     }

@@ -274,7 +274,9 @@ impl SequenceTable {
     }
 
     fn runs_of<'a>(&'a self, entry: &'a Entry, tokens: Range<usize>) -> impl Iterator<Item = Run> + 'a {
-        debug_assert!(tokens.is_empty() || entry.first <= tokens.start && tokens.end <= entry.len);
+        // A ring has a row for every position.
+        let start = if self.layout.is_ring() { 0 } else { entry.first };
+        debug_assert!(tokens.is_empty() || start <= tokens.start && tokens.end <= entry.len);
         let front = self.front(entry.first);
         let mut next = tokens.start;
         std::iter::from_fn(move || {
@@ -524,6 +526,25 @@ impl SequenceTable {
         }
         self.resize(index, kept.start, len);
         Ok(())
+    }
+
+    /// Changes the length of a sequence, none of whose tokens are kept any more.
+    pub fn clear(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
+        let index = self.find(seq)?;
+        self.check_len(len)?;
+        self.resize(index, len, len);
+        Ok(())
+    }
+
+    /// The tokens of a range that a slot or pages would hold if the sequence ended with them.
+    pub fn kept_of(&self, seq: SeqId, tokens: &Range<usize>) -> Result<Range<usize>, CacheError> {
+        let entry = self.entry(seq)?;
+        let end = tokens.end.min(entry.len);
+        let start = match self.layout {
+            CacheLayout::Ring { capacity, .. } => tokens.start.max(end.saturating_sub(capacity)),
+            CacheLayout::Contiguous { .. } | CacheLayout::Paged { .. } => tokens.start.max(entry.first),
+        };
+        Ok(start..end.max(start))
     }
 
     /// Drops the tokens before a position.
