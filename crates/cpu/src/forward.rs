@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::isa;
-use crate::kernels::forward::state::{Context, Partials, Storage};
+use crate::kernels::forward::state::{Context, Part, Partials, Storage};
 use crate::kernels::forward::task::{reduce, task};
 use crate::kernels::shared::mask;
 use crate::kernels::shared::mat::{MatMut, RowMaxSum};
@@ -40,20 +40,25 @@ pub(crate) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     // The machine has the plan's instruction set, except in tests, which emulate it.
     let token = IsaToken::at_most(plan.isa());
     token.count();
-    let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
-    let run = RunInputs {
-        problem: plan.problem(),
-        skip_tiles: plan.options().skip_tiles,
-        block_k: plan.block_k(),
-        token,
-        inputs,
-        scoring: Scoring::new(plan.problem(), inputs),
-        mask,
-    };
-    let cx = Context { plan, kernels, run, out: &outputs.out, lse, partials };
+    // A part without pages has no keys to read.
+    let inputs: Vec<Inputs<'_>> =
+        plan.parts().iter().map(|part| inputs.part(part.key_part()).unwrap_or(*inputs)).collect();
+    let parts = plan.parts().iter().zip(&inputs).map(|(problem, inputs)| Part {
+        kernels: isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v)),
+        run: RunInputs {
+            problem,
+            skip_tiles: plan.options().skip_tiles,
+            block_k: plan.block_k(),
+            token,
+            inputs,
+            scoring: Scoring::new(problem, inputs),
+            mask,
+        },
+    });
+    let cx = Context { plan, parts: parts.collect(), out: &outputs.out, lse, partials };
 
     // SAFETY: the machine has the instruction set.
-    let enter = || unsafe { (cx.kernels.configure)() };
+    let enter = || unsafe { (cx.parts[0].kernels.configure)() };
     for level in plan.levels() {
         // SAFETY: the machine has the instruction set, and the thread's matrix unit is configured; each worker has its own
         // scratch memory of the plan's size; a task runs once; tasks of a level write disjoint rows and partials, and only read

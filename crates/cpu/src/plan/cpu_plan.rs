@@ -10,7 +10,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::Isa;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
-use flashtile_core::problem::{KvStorage, Problem, Sequence};
+use flashtile_core::problem::{KeyPart, KvStorage, Problem, Sequence};
 use flashtile_core::quality::Accumulation;
 
 /// Offsets in f32 elements of one thread's scratch memory.
@@ -58,6 +58,8 @@ impl MaskTileShape {
 #[derive(Debug, Clone, PartialEq)]
 pub struct CpuPlan {
     problem: Problem,
+    /// The problem over each storage of its keys; empty where all lie in one.
+    parts: Vec<Problem>,
     options: PlanOptions,
     isa: Isa,
     threads: usize,
@@ -104,7 +106,9 @@ impl CpuPlan {
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
         let bound = if integers { INTEGER_TASK_ROWS } else { 768 };
         let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, bound);
-        let segments = Segments::of(problem);
+        let parts = parts(problem);
+        let whole = std::slice::from_ref(problem);
+        let segments = Segments::of(if parts.is_empty() { whole } else { &parts });
         let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
         let task_rows =
             if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
@@ -123,6 +127,7 @@ impl CpuPlan {
         let quantized = problem.is_quantized();
         let mut plan = Self {
             problem: problem.clone(),
+            parts: Vec::new(),
             options,
             isa,
             threads,
@@ -152,6 +157,7 @@ impl CpuPlan {
                 k_blocks: kv_len.div_ceil(BLOCK_K).max(1),
             });
         }
+        plan.parts = parts;
         plan.workspace_bytes = plan.size().filter(|&n| isize::try_from(n).is_ok()).ok_or_else(overflow)?;
         Ok(plan)
     }
@@ -196,6 +202,11 @@ impl CpuPlan {
     /// Number of states and partial results in the workspace.
     pub(crate) const fn num_partials(&self) -> usize {
         self.schedule.num_partials
+    }
+
+    /// The problem over each storage of its keys.
+    pub(crate) fn parts(&self) -> &[Problem] {
+        if self.parts.is_empty() { std::slice::from_ref(&self.problem) } else { &self.parts }
     }
 
     /// The problem that this plan computes.
@@ -325,6 +336,17 @@ fn plan_name(problem: &Problem, isa: Isa) -> String {
         (k, v) => format!("-{k}+{v}"),
     };
     format!("cpu-{op}-{}-d{}{value}{codecs}-{isa}", problem.dtype(), d.head_dim)
+}
+
+/// The problem over each storage that some of its keys are read from, codes first; empty if no tokens are kept in 16 bits.
+fn parts(problem: &Problem) -> Vec<Problem> {
+    if problem.desc().kept.is_none() {
+        return Vec::new();
+    }
+    let part = |part| problem.part(part);
+    let has_keys = |part: &Problem| part.sequences().iter().any(|s| part.first_visible(s).is_some());
+    let kept = [KeyPart::First, KeyPart::Last].map(part).into_iter().filter(has_keys);
+    std::iter::once(part(KeyPart::Codes)).chain(kept).collect()
 }
 
 /// Checks that the CPU has kernels for a problem and of the kind asked for.

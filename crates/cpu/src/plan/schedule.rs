@@ -39,10 +39,38 @@ pub(crate) enum Target {
 }
 
 /// Neighbouring key blocks, from `start` to before `end`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Blocks {
     pub(crate) start: usize,
     pub(crate) end: usize,
+}
+
+/// Upper bound of the storages that the keys of a problem lie in: codes, and the first and the last tokens in 16 bits.
+pub(crate) const MAX_PARTS: usize = 3;
+
+/// Key blocks of each part of a plan, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct KeyBlocks {
+    pub(crate) parts: [Blocks; MAX_PARTS],
+}
+
+impl KeyBlocks {
+    /// Number of blocks.
+    pub(crate) fn len(&self) -> usize {
+        self.parts.iter().map(|blocks| blocks.end - blocks.start).sum()
+    }
+
+    /// The blocks whose places in the order are in a range.
+    fn slice(&self, places: &Range<usize>) -> Self {
+        let mut first = 0;
+        let parts = self.parts.map(|Blocks { start, end }| {
+            let place = |place: usize| start + place.clamp(first, first + end - start) - first;
+            let blocks = Blocks { start: place(places.start), end: place(places.end) };
+            first += end - start;
+            blocks
+        });
+        Self { parts }
+    }
 }
 
 /// One unit of work: some rows and some of the key blocks that they see.
@@ -50,7 +78,7 @@ pub(crate) struct Blocks {
 pub(crate) struct Task {
     pub(crate) rows: Rows,
     /// Whole key blocks; the visible ones are computed.
-    pub(crate) blocks: Blocks,
+    pub(crate) blocks: KeyBlocks,
     /// Index of the partial of the first row's state before these blocks; `None` before the first block.
     pub(crate) from: Option<usize>,
     pub(crate) target: Target,
@@ -114,7 +142,8 @@ struct Segment {
 
 /// A problem in segments: one for each shared prefix, outer ones first, then one for each sequence.
 pub(super) struct Segments<'a> {
-    problem: &'a Problem,
+    /// The problem over each storage of its keys. Prefixes are of the first.
+    parts: &'a [Problem],
     prefixes: usize,
     list: Vec<Segment>,
 }
@@ -181,7 +210,8 @@ pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usi
 }
 
 impl<'a> Segments<'a> {
-    pub(super) fn of(problem: &'a Problem) -> Self {
+    pub(super) fn of(parts: &'a [Problem]) -> Self {
+        let problem = &parts[0];
         let mut list: Vec<Segment> = Vec::new();
         let gqa_group = problem.dims().gqa_group();
         // Keys whose visibility a tree mask decides are not shared.
@@ -217,7 +247,12 @@ impl<'a> Segments<'a> {
                 splits: 1,
             });
         }
-        Self { problem, prefixes, list }
+        Self { parts, prefixes, list }
+    }
+
+    /// The problem over the first storage, which has the sequences of all of them.
+    const fn problem(&self) -> &'a Problem {
+        &self.parts[0]
     }
 
     /// Rows of the longest segment.
@@ -228,18 +263,18 @@ impl<'a> Segments<'a> {
     /// Rows of all key/value heads, each counted once.
     pub(super) fn rows(&self) -> usize {
         self.list[self.prefixes..].iter().map(|segment| segment.rows).sum::<usize>()
-            * self.problem.dims().kv_heads
+            * self.problem().dims().kv_heads
     }
 
     /// Number of tasks of at most `task_rows` rows.
     pub(super) fn tasks(&self, task_rows: usize) -> usize {
         let tasks = self.list.iter().map(|segment| segment.rows.div_ceil(task_rows));
-        tasks.sum::<usize>().saturating_mul(self.problem.dims().kv_heads)
+        tasks.sum::<usize>().saturating_mul(self.problem().dims().kv_heads)
     }
 
     /// Cuts the segments into tasks. `None` if the number of partials overflows.
     pub(super) fn schedule(mut self, choices: &Choices) -> Option<Schedule> {
-        let (heads, gqa_group) = (self.problem.dims().kv_heads, self.problem.dims().gqa_group());
+        let (heads, gqa_group) = (self.problem().dims().kv_heads, self.problem().dims().gqa_group());
         let mut num_partials = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
         // Tasks of each level, each with the index of its segment.
@@ -253,7 +288,7 @@ impl<'a> Segments<'a> {
             let sequence = segment.sequences.start;
             let from = segment.parent.map(|parent| {
                 let parent = &self.list[parent];
-                let start = |sequence: usize| self.problem.sequences()[sequence].q_start;
+                let start = |sequence: usize| self.problem().sequences()[sequence].q_start;
                 let offset = (start(sequence) - start(parent.sequences.start)) * gqa_group;
                 (parent.first_partial + offset, parent.rows)
             });
@@ -291,32 +326,17 @@ impl<'a> Segments<'a> {
     }
 
     /// Blocks of a segment that some of its rows see (all blocks if tiles are not skipped), and their cost.
-    fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> (Blocks, u64) {
-        let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
-        let inside = |keys: Range<usize>| {
-            let end = segment.blocks.end.saturating_mul(BLOCK_K);
-            keys.end.min(end).saturating_sub(keys.start.max(segment.blocks.start * BLOCK_K)) as u64
-        };
-        for (index, positions) in spans(self.problem, segment.sequences.start, rows) {
-            let s = &self.problem.sequences()[index];
-            let seen =
-                if skip_tiles { self.problem.visible_union(s, positions.clone()) } else { 0..s.kv_len };
-            let ends = [positions.start, positions.end - 1].map(|i| inside(self.problem.visible(s, i)));
-            pairs += (ends[0] + ends[1]) * positions.len() as u64 / 2;
-            queries += positions.len();
-            if keys.is_empty() {
-                keys = seen;
-            } else if !seen.is_empty() {
-                keys = keys.start.min(seen.start)..keys.end.max(seen.end);
-            }
+    fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> (KeyBlocks, u64) {
+        let (mut blocks, mut cost) = (KeyBlocks::default(), 0);
+        // Sequences share prefixes of the first part only.
+        let is_prefix = segment.blocks.end != usize::MAX;
+        let parts = if is_prefix { &self.parts[..1] } else { self.parts };
+        for (part, problem) in parts.iter().enumerate() {
+            let within = if part == 0 { segment.blocks.clone() } else { 0..usize::MAX };
+            let of_part = visible_blocks(problem, segment.sequences.start, rows.clone(), within, skip_tiles);
+            (blocks.parts[part], cost) = (of_part.0, cost + of_part.1);
         }
-        // The task may have only some heads of its first and last position.
-        let pairs = pairs as f64 / queries.max(1) as f64 * count as f64;
-        let cost = pairs as u64 + inside(keys.clone()) * STREAM_COST;
-        let (first, last) = (keys.start / BLOCK_K, keys.end.div_ceil(BLOCK_K));
-        let (first, last) = (first.max(segment.blocks.start), last.min(segment.blocks.end));
-        let none = keys.is_empty() || last <= first;
-        (if none { Blocks { start: 0, end: 0 } } else { Blocks { start: first, end: last } }, cost)
+        (blocks, cost)
     }
 
     /// Splits the tasks of a level along the keys: as the option says, or if that shortens the level.
@@ -326,7 +346,7 @@ impl<'a> Segments<'a> {
         choices: &Choices,
         num_partials: &mut usize,
     ) -> Option<Level> {
-        let blocks = |task: &Task| task.blocks.end - task.blocks.start;
+        let blocks = |task: &Task| task.blocks.len();
         let splits_of: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
             Some(splits) => Box::new(move |task| splits.min(blocks(task))),
             None => match split_cost(tasks.iter().map(|(task, _)| task.cost), choices.threads) {
@@ -349,29 +369,65 @@ impl<'a> Segments<'a> {
                 continue;
             }
             self.list[segment].splits = self.list[segment].splits.max(n);
-            let (rows, Blocks { start: first, end: last }) = (task.rows, task.blocks);
-            let at = |split: usize| first + (last - first) * split / n;
+            let (rows, count) = (task.rows, task.blocks.len());
+            let at = |split: usize| count * split / n;
             let from = *num_partials;
             let partials = from.checked_add(rows.count)?;
-            *num_partials = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
+            *num_partials = rows.count.checked_mul(count - at(1)).and_then(|n| partials.checked_add(n))?;
             for split in 0..n {
-                let blocks = Blocks { start: at(split), end: at(split + 1) };
+                let places = at(split)..at(split + 1);
                 let target = match split {
                     0 => Target::State(from),
-                    _ => Target::Blocks(partials + (blocks.start - at(1)) * rows.count),
+                    _ => Target::Blocks(partials + (places.start - at(1)) * rows.count),
                 };
                 let from = if split == 0 { task.from } else { None };
-                let fraction = (blocks.end - blocks.start) as f64 / (last - first) as f64;
+                let blocks = task.blocks.slice(&places);
+                let fraction = places.len() as f64 / count as f64;
                 let cost = (task.cost as f64 * fraction) as u64;
                 level.tasks.push(Task { rows, blocks, from, target, cost });
             }
-            let blocks = last - at(1);
+            let blocks = count - at(1);
             level.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
         }
         // The sort is stable: tasks of equal cost keep their order.
         level.tasks.sort_by_key(|task| Reverse(task.cost));
         Some(level)
     }
+}
+
+/// Blocks of a range that some rows see in a part of the keys (all blocks if tiles are not skipped), and their cost. Rows are counted from
+/// the first one of a sequence.
+fn visible_blocks(
+    problem: &Problem,
+    sequence: usize,
+    rows: Range<usize>,
+    within: Range<usize>,
+    skip_tiles: bool,
+) -> (Blocks, u64) {
+    let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
+    let inside = |keys: Range<usize>| {
+        let end = within.end.saturating_mul(BLOCK_K);
+        keys.end.min(end).saturating_sub(keys.start.max(within.start * BLOCK_K)) as u64
+    };
+    for (index, positions) in spans(problem, sequence, rows) {
+        let s = &problem.sequences()[index];
+        let seen = if skip_tiles { problem.visible_union(s, positions.clone()) } else { problem.stored(s) };
+        let ends = [positions.start, positions.end - 1].map(|i| inside(problem.visible(s, i)));
+        pairs += (ends[0] + ends[1]) * positions.len() as u64 / 2;
+        queries += positions.len();
+        if keys.is_empty() {
+            keys = seen;
+        } else if !seen.is_empty() {
+            keys = keys.start.min(seen.start)..keys.end.max(seen.end);
+        }
+    }
+    // The task may have only some heads of its first and last position.
+    let pairs = pairs as f64 / queries.max(1) as f64 * count as f64;
+    let cost = pairs as u64 + inside(keys.clone()) * STREAM_COST;
+    let (first, last) = (keys.start / BLOCK_K, keys.end.div_ceil(BLOCK_K));
+    let (first, last) = (first.max(within.start), last.min(within.end));
+    let none = keys.is_empty() || last <= first;
+    (if none { Blocks { start: 0, end: 0 } } else { Blocks { start: first, end: last } }, cost)
 }
 
 /// Time until the last thread is done, if each thread takes the next task when it is done with one. Tasks are handed out in order.

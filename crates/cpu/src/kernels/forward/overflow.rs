@@ -7,6 +7,7 @@
 
 #![allow(unsafe_code)]
 
+use super::state::Part;
 use crate::kernels::shared::score_task::{Query, RunInputs, SeenKeys};
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::Dtype;
@@ -17,6 +18,8 @@ use half::{bf16, f16};
 
 /// A row of q of one head.
 pub(crate) struct Row<'a> {
+    parts: &'a [Part<'a>],
+    /// The first part, for what parts have in common.
     run: &'a RunInputs<'a>,
     query: Query<'a>,
     seen: SeenKeys<'a>,
@@ -34,9 +37,10 @@ struct Place {
 }
 
 impl<'a> Row<'a> {
-    pub(crate) fn new(run: &'a RunInputs<'a>, query: Query<'a>) -> Self {
+    pub(crate) fn new(parts: &'a [Part<'a>], query: Query<'a>) -> Self {
+        let run = &parts[0].run;
         let at = RowIndex { batch: query.index, head: query.head, query: query.own_key() };
-        Self { run, seen: query.seen_keys(run), terms: run.scoring.row(at), query }
+        Self { parts, run, seen: query.seen_keys(run), terms: run.scoring.row(at), query }
     }
 
     /// Calls `found` with each column whose sum is not finite, and with its mean.
@@ -85,10 +89,17 @@ impl<'a> Row<'a> {
         (max, (sink - max).exp() + scores().map(|score| (score - max).exp()).sum::<f64>())
     }
 
+    /// The storage of a key that the row sees.
+    fn part(&self, j: usize) -> &'a RunInputs<'a> {
+        let Query { sequence, position, .. } = self.query;
+        let has_key = |part: &&Part<'_>| part.run.problem.visible(sequence, position).contains(&j);
+        self.parts.iter().find(has_key).map_or(self.run, |part| &part.run)
+    }
+
     fn place(&self, j: usize) -> Place {
         let Query { index, sequence, head, .. } = self.query;
         let kv_head = head / self.run.problem.dims().gqa_group();
-        match self.run.inputs.tables {
+        match self.part(j).inputs.tables {
             None => Place { head: kv_head, entry: sequence.batch, row: sequence.kv_start + j },
             Some(t) => {
                 let page = t.table[index * t.width + (j / t.page_size) % t.width];
@@ -99,12 +110,12 @@ impl<'a> Row<'a> {
 
     /// The value of a key, filled up with zeros.
     fn value(&self, j: usize) -> [f64; MAX_HEAD_DIM] {
-        row_of(&self.run.inputs.v, self.place(j))
+        row_of(&self.part(j).inputs.v, self.place(j))
     }
 
     /// True where the value of a key may have an infinity or a NaN.
     fn has_nonfinite_value(&self, j: usize) -> bool {
-        match &self.run.inputs.v {
+        match &self.part(j).inputs.v {
             KvView::Elements(view) => has_nonfinite(view, self.place(j)),
             // Only bytes that no encoder writes decode to one.
             KvView::Codes(_) => true,
@@ -123,7 +134,7 @@ impl<'a> Row<'a> {
 
     /// The score of a key that is not hidden, in natural units.
     fn score(&self, q: &[f64], j: usize) -> f64 {
-        let key = row_of(&self.run.inputs.k, self.place(j));
+        let key = row_of(&self.part(j).inputs.k, self.place(j));
         let product: f64 = q.iter().zip(key).map(|(q, k)| q * k).sum();
         let score = self.terms.score(j as i64, product);
         let Query { index, position, head, .. } = self.query;

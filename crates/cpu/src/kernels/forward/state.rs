@@ -19,13 +19,19 @@ use std::ops::Range;
 /// The inputs, outputs and workspace of a run, for all of its tasks, checked against the plan's problem.
 pub(crate) struct Context<'a> {
     pub(crate) plan: &'a CpuPlan,
-    /// Kernels of the plan's instruction set.
-    pub(crate) kernels: Kernels,
-    pub(crate) run: RunInputs<'a>,
+    /// The storages that keys lie in, in the order of [`KeyBlocks`](crate::plan::KeyBlocks).
+    pub(crate) parts: Vec<Part<'a>>,
     pub(crate) out: &'a TensorViewMut<'a>,
     /// `[batch, q_heads, q_len]`, or null.
     pub(crate) lse: *mut f32,
     pub(crate) partials: Partials,
+}
+
+/// Keys and values in one storage.
+pub(crate) struct Part<'a> {
+    /// Kernels of the plan's instruction set.
+    pub(crate) kernels: Kernels,
+    pub(crate) run: RunInputs<'a>,
 }
 
 // SAFETY: tasks read the inputs and write disjoint rows of the outputs and disjoint partials.
@@ -180,9 +186,12 @@ pub(crate) struct TaskState<'a> {
 }
 
 impl<'a> TaskState<'a> {
+    /// The state of rows over the keys of a part of the context. States in the same memory have the same running outputs, maxima and sums.
+    ///
     /// # Safety
     /// `scratch` is valid for the plan's scratch layout.
-    pub(crate) unsafe fn new(cx: &'a Context<'a>, rows: Rows, scratch: *mut f32) -> Self {
+    pub(crate) unsafe fn new(cx: &'a Context<'a>, part: usize, rows: Rows, scratch: *mut f32) -> Self {
+        let Part { kernels, run } = &cx.parts[part];
         let (plan, layout) = (cx.plan, cx.plan.scratch());
         let (tile_stats, row_stats) = (layout.tile_stats, layout.row_stats);
         let (stride, block_k, tile_rows) = (plan.value_stride(), plan.block_k(), plan.tile_rows());
@@ -200,8 +209,8 @@ impl<'a> TaskState<'a> {
             };
             Self {
                 cx,
-                kernels: &cx.kernels,
-                task: ScoreTask::new(&cx.run, rows, memory),
+                kernels,
+                task: ScoreTask::new(run, rows, memory),
                 packed_v: MatMut::new(scratch.add(layout.v), stride, block_k, stride),
                 block_out: MatMut::new(scratch.add(layout.partial), stride, tile_rows, stride),
                 acc: MatMut::new(scratch.add(layout.acc), stride, plan.task_rows(), stride),

@@ -153,6 +153,65 @@ impl TaskState<'_> {
         }
     }
 
+    /// Computes the rows of the task in some blocks, of which `results.first` come before these.
+    ///
+    /// # Safety
+    /// As [`task`]; queries are packed, and unless rows are finished at once, the running state is set.
+    unsafe fn attend_blocks(&self, blocks: Range<usize>, results: Results) {
+        let (count, tile_rows) = (self.task.rows.count, self.cx.plan.tile_rows());
+        let Results { in_one_block, target, first } = results;
+        let packs = self.k_path.is_packed() || self.v_path.is_packed();
+        for (place, block) in blocks.enumerate() {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let result = match target {
+                    Target::Blocks(base) => {
+                        let index = base + (first + place) * count;
+                        self.cx.partials.clear(index, count);
+                        TileResult::Partials(index)
+                    }
+                    Target::Out if in_one_block => TileResult::Rows,
+                    Target::Out | Target::State(_) => TileResult::State,
+                };
+                let mut packed = !packs;
+                for row in (0..count).step_by(tile_rows) {
+                    let rows = row..(row + tile_rows).min(count);
+                    let Some(tile) = self.task.tile(rows.clone(), block) else {
+                        if in_one_block {
+                            // Rows that see no key: out is 0, and lse `-inf` or the sink.
+                            self.start(rows.len(), None);
+                            self.end(row, rows.len(), target);
+                        }
+                        continue;
+                    };
+                    // The block is packed here: only now is it known that some tile needs it.
+                    if !packed {
+                        self.pack_block(block);
+                        packed = true;
+                    }
+                    self.attend(&tile, result);
+                }
+            }
+        }
+    }
+
+    /// Packs what the rows of the task see of a block.
+    ///
+    /// # Safety
+    /// Queries are packed.
+    unsafe fn pack_block(&self, block: usize) {
+        let columns = self.task.columns(&(0..self.task.rows.count), block);
+        // SAFETY: the caller's contract.
+        unsafe {
+            if self.k_path.is_packed() {
+                (self.kernels.scores.pack_keys)(&self.task, block, &columns);
+            }
+            if self.v_path.is_packed() {
+                self.pack_values(block, &columns);
+            }
+        }
+    }
+
     /// The running state from a row on, and the tile's result.
     ///
     /// # Safety
@@ -180,6 +239,16 @@ impl TaskState<'_> {
     }
 }
 
+/// Where the blocks of a task go.
+#[derive(Clone, Copy)]
+struct Results {
+    /// True if rows of a single block are finished at once.
+    in_one_block: bool,
+    target: Target,
+    /// Blocks of earlier parts.
+    first: usize,
+}
+
 /// Computes one task.
 ///
 /// # Safety
@@ -189,54 +258,30 @@ impl TaskState<'_> {
 pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's contract; every region is used within its size in the layout.
     unsafe {
-        let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
+        let blocks = |part: usize| task.blocks.parts[part].start..task.blocks.parts[part].end;
+        // Rows without blocks are those of the first part.
+        let parts = 0..cx.parts.len();
+        let with_blocks = |part: &usize| !blocks(*part).is_empty();
+        let first = parts.clone().find(with_blocks).unwrap_or(0);
+        let mut work = TaskState::new(cx, first, task.rows, scratch);
         work.pack_queries();
         // The constant of a row's scores (`q . k_mean`) may be infinite, which a fold turns into a sum of 0 or NaN: tasks with such constants
         // always fold.
-        let in_one_block = task.blocks.end == task.blocks.start + 1
+        let in_one_block = task.blocks.len() == 1
             && task.from.is_none()
             && task.target == Target::Out
             && work.task.mean_scores().is_none();
         if !in_one_block {
             work.start(count, task.from);
         }
-        let tile_rows = cx.plan.tile_rows();
-        let packs = work.k_path.is_packed() || work.v_path.is_packed();
-        for block in task.blocks.start..task.blocks.end {
-            let result = match task.target {
-                Target::Blocks(base) => {
-                    let index = base + (block - task.blocks.start) * count;
-                    cx.partials.clear(index, count);
-                    TileResult::Partials(index)
-                }
-                Target::Out if in_one_block => TileResult::Rows,
-                Target::Out | Target::State(_) => TileResult::State,
-            };
-            let mut packed = !packs;
-            for row in (0..count).step_by(tile_rows) {
-                let rows = row..(row + tile_rows).min(count);
-                let Some(tile) = work.task.tile(rows.clone(), block) else {
-                    if in_one_block {
-                        // Rows that see no key: out is 0, and lse `-inf` or the sink.
-                        work.start(rows.len(), None);
-                        work.end(row, rows.len(), task.target);
-                    }
-                    continue;
-                };
-                // The block is packed here: only now is it known that some tile needs it.
-                if !packed {
-                    let columns = work.task.columns(&(0..count), block);
-                    if work.k_path.is_packed() {
-                        (work.kernels.scores.pack_keys)(&work.task, block, &columns);
-                    }
-                    if work.v_path.is_packed() {
-                        work.pack_values(block, &columns);
-                    }
-                    packed = true;
-                }
-                work.attend(&tile, result);
-            }
+        let mut results = Results { in_one_block, target: task.target, first: 0 };
+        work.attend_blocks(blocks(first), results);
+        for part in parts.skip(first + 1).filter(with_blocks) {
+            results.first = (0..part).map(|part| blocks(part).len()).sum();
+            work = TaskState::new(cx, part, task.rows, scratch);
+            work.pack_queries();
+            work.attend_blocks(blocks(part), results);
         }
         if !in_one_block {
             work.end(0, count, task.target);
@@ -251,7 +296,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
 pub(crate) unsafe fn reduce(cx: &Context<'_>, reduction: &Reduction, scratch: *mut f32) {
     // SAFETY: the caller's contract; the state and the partials of all blocks are stored.
     unsafe {
-        let work = TaskState::new(cx, reduction.rows, scratch);
+        let work = TaskState::new(cx, 0, reduction.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
         for row in (0..reduction.rows.count).step_by(tile_rows) {
             let rows = tile_rows.min(reduction.rows.count - row);

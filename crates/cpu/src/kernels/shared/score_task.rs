@@ -114,7 +114,7 @@ impl Query<'_> {
     /// no probability, but could use up the digits of f32.
     pub(crate) fn nearest(&self, problem: &Problem) -> i64 {
         let own = self.own_key();
-        let seen = problem.visible(self.sequence, self.position);
+        let seen = problem.seen(self.sequence, self.position);
         if seen.is_empty() { own } else { own.clamp(seen.start as i64, seen.end as i64 - 1) }
     }
 
@@ -133,7 +133,7 @@ impl Query<'_> {
     pub(crate) fn seen_keys<'a>(&self, run: &RunInputs<'a>) -> SeenKeys<'a> {
         let Sequence { q_start, q_len, kv_len, .. } = *self.sequence;
         SeenKeys {
-            band: run.problem.visible(self.sequence, self.position),
+            band: run.problem.seen(self.sequence, self.position),
             mask: run.scoring.mask.map(|mask| mask.row(self.index, self.head, self.position)),
             tree: run.scoring.tree.map(|tree| tree.row(0, 0, q_start + self.position)),
             q_len,
@@ -144,7 +144,7 @@ impl Query<'_> {
 
 /// Keys that a query sees.
 pub(crate) struct SeenKeys<'a> {
-    /// Keys that it sees by causality, window and length.
+    /// Keys that it sees by causality, window and length, in any storage.
     band: Range<usize>,
     mask: Option<MaskRow<'a>>,
     tree: Option<MaskRow<'a>>,
@@ -225,7 +225,8 @@ impl<'a> ScoreTask<'a> {
             // Sequences that share a page may keep different tokens of it.
             let kept = |tables: &BlockTables| self.spans(rows).map(|(s, _)| tables.first[s]).min();
             let first = self.run.inputs.tables.and_then(kept).unwrap_or(0);
-            return clip(first..self.sequence.kv_len);
+            let stored = problem.stored(self.sequence);
+            return clip(first.max(stored.start)..stored.end);
         }
         let sequences = problem.sequences();
         let seen = self.spans(rows).map(|(s, positions)| problem.visible_union(&sequences[s], positions));
