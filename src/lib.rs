@@ -80,8 +80,8 @@ pub mod cache {
 
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
-        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, HybridCache, KvCache,
-        PageStore, SeqId, Snapshot,
+        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, HybridCache, KEPT_STEP,
+        KeptTables, KvCache, PageStore, SeqId, Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }

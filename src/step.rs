@@ -5,13 +5,15 @@ use crate::error::{Error, Result};
 use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{
-    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KvCache, PageStore, SeqId, name_layer,
+    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KEPT_STEP, KeptTables, KvCache, PageStore,
+    SeqId, name_layer, total_tokens,
 };
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Outputs, RunError};
 use flashtile_core::problem::{ProblemDesc, QOffset, SeqLens};
 use flashtile_core::tensor::{TensorView, TensorViewMut};
 use std::fmt;
+use std::ops::Range;
 
 /// Memory of a cache over which steps attend: main memory, or the memory of a device.
 pub trait StepStore: PageStore<Error: Into<Error>> {
@@ -39,6 +41,18 @@ pub trait StepStore: PageStore<Error: Into<Error>> {
     /// Outputs without logsumexp.
     #[doc(hidden)]
     fn outputs<'a>(out: &'a mut Self::RowsMut<'_>) -> Self::Outputs<'a>;
+
+    /// Some rows of every head.
+    #[doc(hidden)]
+    fn rows<'a>(of: &Self::Rows<'a>, rows: Range<usize>) -> Result<Self::Rows<'a>>;
+
+    /// Outputs of some rows; their logsumexp is left out.
+    #[doc(hidden)]
+    fn rows_of_outputs<'a>(of: &'a mut Self::Outputs<'_>, rows: Range<usize>) -> Result<Self::Outputs<'a>>;
+
+    /// Names an option or an output that a step in pieces does not take.
+    #[doc(hidden)]
+    fn not_in_pieces(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str>;
 }
 
 /// Computes the layers of a step: a [`Runner`] over a cache in main memory, a session of a device over a cache there.
@@ -69,6 +83,7 @@ pub struct StepLayer<'a, S: PageStore> {
     pub(crate) index: usize,
     pub(crate) desc: &'a ProblemDesc,
     pub(crate) tables: &'a BlockTables,
+    pub(crate) kept: Option<&'a KeptTables>,
 }
 
 /// The runner that a step has from the start: the [`Runner`] of the calling thread, or on CUDA the session that the thread keeps for the
@@ -102,6 +117,26 @@ impl StepStore for HostStore {
     fn outputs<'a>(out: &'a mut TensorViewMut<'_>) -> Outputs<'a> {
         Outputs::new(out.reborrow())
     }
+
+    fn rows<'a>(of: &Self::Rows<'a>, rows: Range<usize>) -> Result<Self::Rows<'a>> {
+        Ok(of.rows(rows)?)
+    }
+
+    fn rows_of_outputs<'a>(of: &'a mut Outputs<'_>, rows: Range<usize>) -> Result<Outputs<'a>> {
+        Ok(Outputs::new(of.out.rows_mut(rows)?))
+    }
+
+    fn not_in_pieces(options: &Attention<'_>, outputs: &Outputs<'_>) -> Option<&'static str> {
+        let Attention { mask, alibi_slopes, .. } = options;
+        let heads = outputs.out.shape()[1];
+        let each = alibi_slopes.is_some_and(|slopes| slopes.len() > heads);
+        let refused = [
+            (mask.is_some(), "a mask"),
+            (each, "alibi_slopes of each sequence"),
+            (outputs.lse.is_some(), "a logsumexp"),
+        ];
+        refused.into_iter().find_map(|(is_some, what)| is_some.then_some(what))
+    }
 }
 
 impl StepRunner<HostStore> for Runner {
@@ -113,6 +148,7 @@ impl StepRunner<HostStore> for Runner {
         outputs: &mut Outputs<'_>,
     ) -> Result<()> {
         let mut inputs = layer.cache.inputs(layer.index, q, layer.tables)?;
+        inputs.kept = layer.kept.map(|tables| layer.cache.kept_inputs(layer.index, tables)).transpose()?;
         (*options).set_inputs(&mut inputs);
         self.run(layer.desc, &inputs, outputs)
     }
@@ -256,6 +292,10 @@ pub struct Step<'c, S: StepStore = HostStore, R = CurrentRunner> {
 /// Tables and problem that the layers of a group share in a step.
 struct StepGroup {
     tables: BlockTables,
+    /// Tokens that are kept in 16 bits.
+    kept: Option<KeptTables>,
+    /// The first of the last kept tokens of each sequence before the step, where its layers are computed in pieces.
+    last_from: Option<Vec<usize>>,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
 }
@@ -298,13 +338,18 @@ impl<'c, S: StepStore> Step<'c, S> {
         let layers = groups.layers();
         // An error takes back the tokens of the caches before it.
         let mut tokens = NewTokens { batch: batch.to_vec(), groups, extended: 0 };
+        let last_from = tokens.groups.caches.iter().map(|cache| last_from(cache, batch, &seqs));
+        let last_from = last_from.collect::<Result<Vec<_>>>()?;
         for cache in &mut *tokens.groups.caches {
             cache.extend(batch).map_err(Into::into)?;
             tokens.extended += 1;
         }
         // Pages of the new tokens belong to their sequence alone, so that no later write moves them.
-        let tables = tokens.groups.caches.iter().map(|cache| cache.tables(&seqs));
-        let groups = tables.map(|tables| Ok(StepGroup { tables: tables.map_err(Into::into)?, desc: None }));
+        let groups = tokens.groups.caches.iter().zip(last_from).map(|(cache, last_from)| {
+            let tables = cache.tables(&seqs).map_err(Into::into)?;
+            let kept = cache.kept_tables(&seqs).map_err(Into::into)?;
+            Ok(StepGroup { tables, kept, last_from, desc: None })
+        });
         let groups = groups.collect::<Result<Vec<_>>>()?;
         let lens = batch.iter().zip(&groups[0].tables.lens);
         let lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
@@ -355,8 +400,7 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     where
         R: StepRunner<S>,
     {
-        self.write(layer, &k, &v)?;
-        self.attend_to(layer, q, &Attention::decode().into(), &mut S::outputs(out))
+        self.layer(layer, q, (&k, &v), &Attention::decode().into(), &mut S::outputs(out))
     }
 
     /// [`Step::attend`] with options of the layer, such as a window, a softcap, sinks or a mask, and with the logsumexp where
@@ -376,8 +420,82 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     {
         let StepTensors { q, k, v } = tensors;
         S::check_options(options)?;
-        self.write(layer, &k, &v)?;
+        self.layer(layer, q, (&k, &v), options, outputs)
+    }
+
+    /// Stores the rows of a layer and attends to them: at once, or in pieces.
+    fn layer(
+        &mut self,
+        layer: usize,
+        q: S::Rows<'_>,
+        (k, v): (&S::Rows<'_>, &S::Rows<'_>),
+        options: &S::Options<'_>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()>
+    where
+        R: StepRunner<S>,
+    {
+        let at = self.tokens.groups.find(layer)?;
+        if self.groups[at.group].last_from.is_some() {
+            return self.attend_in_pieces(layer, &q, (k, v), options, outputs);
+        }
+        self.write(layer, k, v)?;
         self.attend_to(layer, q, options, outputs)
+    }
+
+    /// Stores the rows of a layer, [`KEPT_STEP`] tokens of a sequence at a time, and attends to them before the next ones take the places of
+    /// tokens that these still see in 16 bits.
+    fn attend_in_pieces(
+        &mut self,
+        layer: usize,
+        q: &S::Rows<'_>,
+        (k, v): (&S::Rows<'_>, &S::Rows<'_>),
+        options: &S::Options<'_>,
+        outputs: &mut S::Outputs<'_>,
+    ) -> Result<()>
+    where
+        R: StepRunner<S>,
+    {
+        let (q_heads, dtype) = S::query(q)?;
+        let NewTokens { groups, batch, .. } = &mut self.tokens;
+        let at = groups.find(layer)?;
+        let last_from = self.groups[at.group].last_from.as_deref().unwrap_or_default();
+        let longest = batch.iter().map(|&(_, tokens)| tokens).max().unwrap_or(0);
+        let refused = |what| CacheError::KeptStep { what, tokens: longest };
+        if let Some(what) = S::not_in_pieces(options, outputs) {
+            return Err(refused(what).into());
+        }
+        let (cache, named) = (&mut groups.caches[at.group], groups.layers.unwrap_or_default());
+        let name = |error| name_layer::<S>(error, named, at.group).into();
+        cache.desc().check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
+        let mut row = 0;
+        for (index, &(seq, tokens)) in batch.iter().enumerate() {
+            let start = self.lens[index].kv_len - tokens;
+            for first in (0..tokens).step_by(KEPT_STEP) {
+                let q_len = KEPT_STEP.min(tokens - first);
+                let (rows, end) = (row + first..row + first + q_len, start + first + q_len);
+                let (k, v) = (S::rows(k, rows.clone())?, S::rows(v, rows.clone())?);
+                cache.write_piece(at.layer, (seq, end - q_len..end), &k, &v).map_err(name)?;
+                let (tables, kept) = cache.tables_at(seq, end, last_from[index]).map_err(Into::into)?;
+                let lens = [SeqLens { q_len, kv_len: end }];
+                let mut desc = describe(cache, (&tables, Some(&kept)), &lens, q_heads, dtype);
+                S::set(options, &mut desc);
+                if desc.visibility.right() != Some(0) {
+                    return Err(refused("visibility of later keys").into());
+                }
+                if !matches!(desc.q_offset, None | Some(QOffset::BottomRight)) {
+                    return Err(refused("a q_offset").into());
+                }
+                desc.q_offset = Some(QOffset::BottomRight);
+                let of =
+                    StepLayer { cache, index: at.layer, desc: &desc, tables: &tables, kept: Some(&kept) };
+                let mut outputs = S::rows_of_outputs(outputs, rows.clone())?;
+                self.runner.attend(of, S::rows(q, rows)?, options, &mut outputs)?;
+            }
+            row += tokens;
+        }
+        self.written[layer] = true;
+        Ok(())
     }
 
     fn write(&mut self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<()> {
@@ -405,12 +523,13 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
         let (cache, group) = (&self.tokens.groups.caches[at.group], &mut self.groups[at.group]);
         let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, dtype);
         let desc = group.desc.take().filter(is);
-        let mut desc = desc.unwrap_or_else(|| describe(cache, &group.tables, &self.lens, q_heads, dtype));
+        let tables = (&group.tables, group.kept.as_ref());
+        let mut desc = desc.unwrap_or_else(|| describe(cache, tables, &self.lens, q_heads, dtype));
         S::set(options, &mut desc);
         desc.q_offset = desc.q_offset.or(Some(QOffset::BottomRight));
         let desc = &*group.desc.insert(desc);
         self.runner.attend(
-            StepLayer { cache, index: at.layer, desc, tables: &group.tables },
+            StepLayer { cache, index: at.layer, desc, tables: &group.tables, kept: group.kept.as_ref() },
             q,
             options,
             outputs,
@@ -456,16 +575,29 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     }
 }
 
+/// The first of the last kept tokens of each sequence, where a step of this batch is computed in pieces.
+fn last_from<S: StepStore>(
+    cache: &KvCache<S>,
+    batch: &[(SeqId, usize)],
+    seqs: &[SeqId],
+) -> Result<Option<Vec<usize>>> {
+    if cache.desc().keep_last == 0 || batch.iter().all(|&(_, tokens)| tokens <= KEPT_STEP) {
+        return Ok(None);
+    }
+    Ok(cache.kept_tables(seqs).map_err(Into::into)?.map(|kept| kept.tokens.last_from))
+}
+
 /// A layer of a step without options.
 fn describe<S: StepStore>(
     cache: &KvCache<S>,
-    tables: &BlockTables,
+    (tables, kept): (&BlockTables, Option<&KeptTables>),
     lens: &[SeqLens],
     q_heads: usize,
     dtype: Dtype,
 ) -> ProblemDesc {
     let cache = cache.desc();
     let mut desc = ProblemDesc::over(cache, q_heads, dtype, lens);
+    desc.kept = kept.map(|kept| kept.tokens.clone());
     if S::READS_PREFIXES_ONCE && [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
         desc.prefixes = tables.shared_prefixes(1);
     }

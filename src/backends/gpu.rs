@@ -13,9 +13,10 @@ use flashtile_gpu::cache::{GpuStore, StoreError};
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::tensors::{GpuInputs, GpuMask, GpuOutputs, GpuTensor, GpuTensorMut, dtype_of};
-use flashtile_kernel::{HostAccess, View};
+use flashtile_kernel::{HostAccess, Span, View, ViewMut};
 use std::error::Error as StdError;
 use std::fmt;
+use std::ops::Range;
 use std::time::Instant;
 
 /// Launches whose host time is measured.
@@ -93,6 +94,12 @@ impl<'a, M> From<Attention<'a>> for GpuAttention<'a, M> {
     }
 }
 
+/// The elements from one on.
+fn rows_of(Span { element, offset, len }: Span, first: usize) -> Span {
+    let first = first.min(len);
+    Span { element, offset: offset + first, len: len - first }
+}
+
 impl<D> StepStore for GpuStore<D>
 where
     D: HostAccess<Memory: 'static>,
@@ -131,6 +138,35 @@ where
         let GpuTensorMut { view, shape, strides } = out;
         GpuOutputs::new(GpuTensorMut { view: view.reborrow(), shape: *shape, strides: *strides })
     }
+
+    fn rows<'a>(of: &Self::Rows<'a>, rows: Range<usize>) -> Result<Self::Rows<'a>> {
+        let [batch, heads, _, dim] = of.shape;
+        let span = rows_of(of.view.span(), rows.start * of.strides[2]);
+        let shape = [batch, heads, rows.len(), dim];
+        Ok(GpuTensor { view: View::new(of.view.memory(), span), shape, strides: of.strides })
+    }
+
+    fn rows_of_outputs<'a>(of: &'a mut Self::Outputs<'_>, rows: Range<usize>) -> Result<Self::Outputs<'a>> {
+        let GpuTensorMut { view, shape: [batch, heads, _, dim], strides } = &mut of.out;
+        let span = rows_of(view.span(), rows.start * strides[2]);
+        let shape = [*batch, *heads, rows.len(), *dim];
+        Ok(GpuOutputs::new(GpuTensorMut {
+            view: ViewMut::new(view.memory_mut(), span),
+            shape,
+            strides: *strides,
+        }))
+    }
+
+    fn not_in_pieces(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str> {
+        let heads = outputs.out.shape[1];
+        let each = options.alibi_slopes.is_some_and(|slopes| slopes.len() > heads);
+        let refused = [
+            (options.mask.is_some(), "a mask"),
+            (each, "alibi_slopes of each sequence"),
+            (outputs.lse.is_some(), "a logsumexp"),
+        ];
+        refused.into_iter().find_map(|(is_some, what)| is_some.then_some(what))
+    }
 }
 
 impl<E, D> StepRunner<GpuStore<D>> for Session<E>
@@ -147,7 +183,8 @@ where
         options: &GpuAttention<'_, D::Memory>,
         outputs: &mut GpuOutputs<'_, D::Memory>,
     ) -> Result<()> {
-        let StepLayer { cache, index, desc, tables } = layer;
+        // Caches of devices keep no tokens in 16 bits: their stores have no siblings.
+        let StepLayer { cache, index, desc, tables, kept: _ } = layer;
         let [k, v] = cache.store().kv(index);
         let GpuAttention { mask, alibi_slopes, sinks, .. } = *options;
         let inputs = GpuInputs { mask, alibi_slopes, sinks, ..GpuInputs::new(q, k, v) };

@@ -169,6 +169,9 @@ impl Launches {
         if problem.kv_storage() == KvStorage::KeyColumns {
             return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
         }
+        if problem.desc().kept.is_some() {
+            return Err(Unsupported::KeptTokens);
+        }
         tile.check(problem)?;
         if splits == 0 {
             return Err(Unsupported::Splits { got: splits, max: MAX_SPLITS });
