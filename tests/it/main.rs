@@ -22,6 +22,7 @@ mod front_door;
 mod hostile;
 mod hybrid;
 mod invariance;
+mod kept;
 mod key_columns;
 mod merge;
 mod mlx;
