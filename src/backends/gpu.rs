@@ -11,8 +11,10 @@ use flashtile_core::problem::ProblemDesc;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::cache::{GpuStore, StoreError};
 use flashtile_gpu::engine::Engine;
-use flashtile_gpu::session::Session;
-use flashtile_gpu::tensors::{GpuInputs, GpuMask, GpuOutputs, GpuTensor, GpuTensorMut, dtype_of};
+use flashtile_gpu::session::{HostTables, Session};
+use flashtile_gpu::tensors::{
+    GpuInputs, GpuKeptInputs, GpuKeptPages, GpuMask, GpuOutputs, GpuTensor, GpuTensorMut, dtype_of,
+};
 use flashtile_kernel::{HostAccess, Span, View, ViewMut};
 use std::error::Error as StdError;
 use std::fmt;
@@ -102,7 +104,7 @@ fn rows_of(Span { element, offset, len }: Span, first: usize) -> Span {
 
 impl<D> StepStore for GpuStore<D>
 where
-    D: HostAccess<Memory: 'static>,
+    D: HostAccess<Memory: 'static> + Clone,
     D::Error: StdError + Send + Sync + 'static,
 {
     type Options<'a> = GpuAttention<'a, D::Memory>;
@@ -172,7 +174,7 @@ where
 impl<E, D> StepRunner<GpuStore<D>> for Session<E>
 where
     E: Engine<Device = D>,
-    D: HostAccess<Memory: 'static>,
+    D: HostAccess<Memory: 'static> + Clone,
     D::Error: StdError + Send + Sync + 'static,
     Error: From<E::Error>,
 {
@@ -183,11 +185,16 @@ where
         options: &GpuAttention<'_, D::Memory>,
         outputs: &mut GpuOutputs<'_, D::Memory>,
     ) -> Result<()> {
-        // Caches of devices keep no tokens in 16 bits: their stores have no siblings.
-        let StepLayer { cache, index, desc, tables, kept: _ } = layer;
+        let StepLayer { cache, index, desc, tables, kept } = layer;
         let [k, v] = cache.store().kv(index);
         let GpuAttention { mask, alibi_slopes, sinks, .. } = *options;
-        let inputs = GpuInputs { mask, alibi_slopes, sinks, ..GpuInputs::new(q, k, v) };
-        Ok(self.run_paged(desc, &inputs, tables, outputs)?)
+        let [first, last] = cache.kept_caches().map(|cache| {
+            let [k, v] = cache?.store().kv(index);
+            Some(GpuKeptPages { k, v, tables: None })
+        });
+        let kept_pages = GpuKeptInputs { first, last };
+        let inputs = GpuInputs { mask, alibi_slopes, sinks, kept: kept_pages, ..GpuInputs::new(q, k, v) };
+        let kept = kept.map_or([None, None], |kept| [kept.first.as_ref(), kept.last.as_ref()]);
+        Ok(self.run_paged(desc, &inputs, HostTables { tables, kept }, outputs)?)
     }
 }

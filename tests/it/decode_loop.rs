@@ -31,7 +31,7 @@ pub(crate) struct OnDevice<D>(pub(crate) D);
 
 impl<D> Place<GpuStore<D>> for OnDevice<D>
 where
-    D: HostAccess<Memory: 'static, Error: Error + Send + Sync + 'static>,
+    D: HostAccess<Memory: 'static, Error: Error + Send + Sync + 'static> + Clone,
 {
     type Tensor = GpuArray<D::Memory>;
 

@@ -146,7 +146,7 @@ macro_rules! jobs {
 jobs!(Attention attention Rows rows Plain plain);
 
 /// A [`Work`] whose tensors lie in the memory of a device.
-enum Placed<D: HostAccess>
+enum Placed<D: HostAccess + Clone>
 where
     D::Memory: 'static,
 {
@@ -156,7 +156,7 @@ where
 }
 
 impl Work {
-    fn place<D: HostAccess<Memory: 'static>>(
+    fn place<D: HostAccess<Memory: 'static> + Clone>(
         &self,
         device: D,
         find: Option<Find>,
@@ -169,7 +169,7 @@ impl Work {
     }
 }
 
-impl<D: HostAccess<Memory: 'static>> Placed<D> {
+impl<D: HostAccess<Memory: 'static> + Clone> Placed<D> {
     fn launch(&mut self) -> Result<(), String> {
         match self {
             Self::Attention(placed) => placed.launch(),

@@ -45,7 +45,7 @@ pub(super) struct Work {
 }
 
 /// A [`Work`] whose rows and cache lie in the memory of a device.
-pub(super) struct Placed<D: HostAccess>
+pub(super) struct Placed<D: HostAccess + Clone>
 where
     D::Memory: 'static,
 {
@@ -110,7 +110,7 @@ pub(super) fn job(shape: &Shape, operation: Operation) -> Result<(Want, Work), S
 }
 
 impl Work {
-    pub(super) fn place<D: HostAccess<Memory: 'static>>(
+    pub(super) fn place<D: HostAccess<Memory: 'static> + Clone>(
         &self,
         device: D,
         find: Option<Find>,
@@ -131,7 +131,7 @@ impl Work {
     }
 }
 
-impl<D: HostAccess<Memory: 'static>> Placed<D> {
+impl<D: HostAccess<Memory: 'static> + Clone> Placed<D> {
     fn write(&mut self) -> Result<(), String> {
         let (shape, strides) = ([1, HEADS, self.tokens, self.dim], strides(self.tokens, self.dim));
         let x = GpuTensor { view: self.x.view(), shape, strides };

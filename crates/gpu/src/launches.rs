@@ -1,16 +1,16 @@
 //! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
 use crate::codecs::{codebooks, format_id, magnitudes, scalar_type};
-use crate::kernels::attend::{Attend, divisor};
+use crate::kernels::attend::{ALL_KEYS, Attend, CODE_KEYS, FIRST_KEYS, LAST_KEYS, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::prefill::block::block_align;
 use crate::kernels::rows::{kv_align, product_type};
-use crate::shape::{Shape, count};
+use crate::shape::{Shape, count, kept_parts};
 use crate::tile::{MAX_SPLITS, Tiling};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{KvStorage, Problem, Visibility};
+use flashtile_core::problem::{Dims, KeyPart, KvStorage, Problem, Visibility};
 use flashtile_core::scoring::log2_factors;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Instance, ScalarType};
@@ -49,7 +49,9 @@ pub struct Strides {
 pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
     let one = |(index, s): (usize, &flashtile_core::problem::Sequence)| {
         let [batch, q_start, q_len, page] = [s.batch, s.q_start, s.q_len, page(index)].map(|n| n as i32);
-        [batch, q_start, q_len, page, s.kv_start as i32, s.kv_len as i32, s.q_offset as i32, 0]
+        let [kv_start, kv_len, first_len, last_from] =
+            [s.kv_start, s.kv_len, s.first_len, s.last_from].map(|n| n as i32);
+        [batch, q_start, q_len, page, kv_start, kv_len, s.q_offset as i32, first_len, last_from]
     };
     problem.sequences().iter().enumerate().flat_map(one).collect()
 }
@@ -65,6 +67,17 @@ pub struct Launches {
     attend: Attend,
     rows: RowFormats,
     features: Features,
+    /// Launches over tokens that are kept in 16 bits.
+    kept: Vec<KeptLaunch>,
+}
+
+/// The launch over tokens that are kept in 16 bits in one storage, before the partial results are merged.
+#[derive(Debug, Clone)]
+pub(crate) struct KeptLaunch {
+    pub(crate) part: KeyPart,
+    pub(crate) kernel: Attending,
+    attend: Attend,
+    rows: RowFormats,
 }
 
 /// The kernels of a problem.
@@ -108,6 +121,22 @@ struct RowFormats {
     value_dim: usize,
 }
 
+impl RowFormats {
+    fn of(problem: &Problem) -> Self {
+        let Dims { head_dim, value_dim, .. } = *problem.dims();
+        Self { k: format_id(problem.k_codec()), v: format_id(problem.v_codec()), head_dim, value_dim }
+    }
+}
+
+/// Partial results of a row that a launch stores.
+#[derive(Clone, Copy)]
+struct Partials {
+    /// Index of the first.
+    first: usize,
+    /// Number of those that other launches store.
+    others: usize,
+}
+
 /// Features of the problem that are `#[constant]` parameters of the kernels.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Features {
@@ -134,7 +163,7 @@ fn wide(strides: [usize; 3]) -> [u64; 3] {
 }
 
 /// The parameters of `decode` and `prefill` that no tensor's place changes.
-fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
+fn attend(problem: &Problem, shape: &Shape, partials: Partials) -> Result<Attend, Unsupported> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
     let visibility: Visibility = desc.visibility;
@@ -148,6 +177,15 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         batches: shape.rows[2],
         left: reach(visibility.left()),
         right: reach(visibility.right()),
+        part: match (problem.key_part(), &desc.kept) {
+            (KeyPart::All, None) => ALL_KEYS,
+            (KeyPart::All | KeyPart::Codes, _) => CODE_KEYS,
+            (KeyPart::First, _) => FIRST_KEYS,
+            (KeyPart::Last, _) => LAST_KEYS,
+        },
+        keep_last: desc.kept.as_ref().map_or(0, |kept| reach(Some(kept.last))),
+        first_split: count("splits", partials.first)?,
+        other_splits: count("splits", partials.others)?,
         chunk: visibility.chunk().map_or(0, |chunk| reach(Some(chunk)) as u32),
         scale: factors.scale,
         cap: factors.softcap.unwrap_or(0.0),
@@ -169,36 +207,43 @@ impl Launches {
         if problem.kv_storage() == KvStorage::KeyColumns {
             return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
         }
-        if problem.desc().kept.is_some() {
-            return Err(Unsupported::KeptTokens);
-        }
         tile.check(problem)?;
         if splits == 0 {
             return Err(Unsupported::Splits { got: splits, max: MAX_SPLITS });
         }
-        let (dims, desc) = (problem.dims(), problem.desc());
+        let desc = problem.desc();
         let shape = Shape::of(problem, tile.with_splits(splits))?;
-        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
         let variant = Variant::of(problem);
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
         let first = tile.instance(&variant).map_err(none)?;
         let is_prefill = tile.is_prefill();
-        let has_partials = !is_prefill || splits > 1;
+        let attending = if is_prefill { Attending::Prefill } else { Attending::Decode };
+        let parts = kept_parts(problem);
+        let all = splits + parts.len();
+        let has_partials = !is_prefill || all > 1;
         let kernels = Kernels {
-            attend: if is_prefill { Attending::Prefill(first) } else { Attending::Decode(first) },
+            attend: attending(first),
             merge: has_partials.then(|| variant.merge().map_err(none)).transpose()?,
         };
+        let kept = parts.into_iter().enumerate().map(|(index, part)| {
+            let problem = problem.part(part);
+            tile.check(&problem)?;
+            let kernel = attending(tile.instance(&Variant::of(&problem)).map_err(none)?);
+            let others = Partials { first: splits + index, others: all - 1 };
+            Ok(KeptLaunch {
+                part,
+                kernel,
+                attend: attend(&problem, &shape, others)?,
+                rows: RowFormats::of(&problem),
+            })
+        });
         Ok(Self {
             q: scalar_type(problem.dtype()),
             kernels,
-            attend: attend(problem, &shape)?,
+            attend: attend(problem, &shape, Partials { first: 0, others: all - splits })?,
+            kept: kept.collect::<Result<_, Unsupported>>()?,
             shape,
-            rows: RowFormats {
-                k: format_id(k_codec),
-                v: format_id(v_codec),
-                head_dim: dims.head_dim,
-                value_dim: dims.value_dim,
-            },
+            rows: RowFormats::of(problem),
             features: Features {
                 has_softcap: desc.softcap.is_some(),
                 has_alibi: desc.alibi,
@@ -214,6 +259,26 @@ impl Launches {
     /// # Errors
     /// [`Unsupported::Size`].
     pub fn place(&self, strides: &Strides, centered: bool) -> Result<Placed, Unsupported> {
+        self.place_part((&self.kernels.attend, &self.attend, &self.rows), strides, centered)
+    }
+
+    /// [`Launches::place`] of a launch over kept tokens, which lie so.
+    pub(crate) fn place_kept(
+        &self,
+        index: usize,
+        strides: &Strides,
+        centered: bool,
+    ) -> Result<Placed, Unsupported> {
+        let KeptLaunch { kernel, attend, rows, .. } = &self.kept[index];
+        self.place_part((kernel, attend, rows), strides, centered)
+    }
+
+    fn place_part(
+        &self,
+        (kernel, attend, rows): (&Attending, &Attend, &RowFormats),
+        strides: &Strides,
+        centered: bool,
+    ) -> Result<Placed, Unsupported> {
         let [page, width] = strides.pages.unwrap_or([strides.rows.max(1), 1]);
         let attend = Attend {
             q: wide(strides.q),
@@ -229,17 +294,17 @@ impl Launches {
             page_divisor: divisor(page),
             ring_divisor: if strides.ring { divisor(width) } else { [0; 2] },
             width: count("pages of a sequence", width)?,
-            ..self.attend
+            ..*attend
         };
         let merge = Merge {
             out: wide(strides.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            splits: self.shape.groups[1],
+            splits: self.shape.groups[1] + self.kept.len() as u32,
             simds: self.shape.simds,
         };
-        let RowFormats { k, v, head_dim, value_dim } = self.rows;
-        let row_align = match self.kernels.attend {
+        let RowFormats { k, v, head_dim, value_dim } = *rows;
+        let row_align = match kernel {
             Attending::Decode(_) => kv_align(k, head_dim, v, value_dim, strides.aligned),
             Attending::Prefill(_) => {
                 let align =
@@ -253,6 +318,11 @@ impl Launches {
             Some(_) => PAGED,
         };
         Ok(Placed { attend, merge, paging, row_align, has_k_mean: centered })
+    }
+
+    /// Launches over tokens that are kept in 16 bits, after the first.
+    pub(crate) fn kept(&self) -> &[KeptLaunch] {
+        &self.kept
     }
 
     pub(crate) const fn shape(&self) -> &Shape {
@@ -274,7 +344,8 @@ impl Launches {
 
     /// The kernels, in the order of their launches.
     pub fn instances(&self) -> Vec<&Instance> {
-        std::iter::once(self.kernels.attend.instance()).chain(&self.kernels.merge).collect()
+        let kept = self.kept.iter().map(|launch| launch.kernel.instance());
+        std::iter::once(self.kernels.attend.instance()).chain(kept).chain(&self.kernels.merge).collect()
     }
 
     /// The first kernel's name.
@@ -297,7 +368,9 @@ impl Launches {
             let (ends, is_split) = (self.kernels.merge.is_none(), self.kernels.merge.is_some());
             first.extend([ends && has.has_sinks, ends && with_lse, is_split].map(Constant::of));
         }
-        let mut all = vec![(self.kernels.attend.instance(), first)];
+        let kept = self.kept.iter().map(|launch| (launch.kernel.instance(), first.clone()));
+        let mut all: Vec<_> = kept.collect();
+        all.insert(0, (self.kernels.attend.instance(), first));
         if let Some(merge) = &self.kernels.merge {
             all.push((merge, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()));
         }
@@ -308,6 +381,10 @@ impl Launches {
     pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
         let attend = self.kernels.attend.instance_mut();
         *attend = find(attend)?;
+        for launch in &mut self.kept {
+            let attend = launch.kernel.instance_mut();
+            *attend = find(attend)?;
+        }
         if let Some(merge) = &mut self.kernels.merge {
             *merge = find(merge)?;
         }

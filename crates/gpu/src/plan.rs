@@ -7,8 +7,9 @@
 
 use crate::codecs::Tables;
 use crate::facts::GpuFacts;
+use crate::kernels::attend::SEQUENCE_WORDS;
 use crate::launches::{Launches, Strides, sequences};
-use crate::shape::Shape;
+use crate::shape::{Shape, kept_parts};
 use crate::tile::{PortableTile, Tiling};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
@@ -24,7 +25,7 @@ pub type Loads = Vec<(Instance, Vec<Constant>)>;
 const ALIGN: usize = 256;
 
 /// i32 of a sequence.
-const SEQUENCE: usize = 8;
+const SEQUENCE: usize = SEQUENCE_WORDS as usize;
 
 /// Where the regions of scratch memory start, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,9 +157,15 @@ impl Plan {
 
     /// Numbers of the sequences, as kernels read them. `pages` has the page of each sequence where every
     /// sequence of a cache has one page; otherwise it is empty.
+    ///
+    /// Numbers for the launch of each storage of kept tokens follow.
     pub(crate) fn sequences(&self, pages: &[u32]) -> Vec<i32> {
         let batch = |index: usize| self.problem.sequences()[index].batch;
-        sequences(&self.problem, |index| pages.get(index).map_or_else(|| batch(index), |page| *page as usize))
+        let page = |index: usize| pages.get(index).map_or_else(|| batch(index), |page| *page as usize);
+        let mut numbers = sequences(&self.problem, page);
+        // Kept tokens are found through their tables.
+        self.launches.kept().iter().for_each(|_| numbers.extend(sequences(&self.problem, batch)));
+        numbers
     }
 
     /// The bytes at the beginning of scratch memory that are written before the first run.
@@ -259,7 +266,7 @@ fn regions(problem: &Problem, shape: &Shape, tables: &Tables) -> Option<Regions>
         Some(start)
     };
     Some(Regions {
-        sequences: region(problem.sequences().len() * SEQUENCE)?,
+        sequences: region(problem.sequences().len() * SEQUENCE * (1 + kept_parts(problem).len()))?,
         updated: region(0)?,
         zeros: region(1)?,
         factors: [region(tables.factors[0].len())?, region(tables.factors[1].len())?],

@@ -4,15 +4,17 @@
 //! beside their tensors, and [`Runs`] launches.
 
 use crate::error::SessionError;
+use crate::kernels::attend::SEQUENCE_WORDS;
 use crate::kernels::decode::decode;
-use crate::kernels::merge::merge;
+use crate::kernels::merge::{Merge, merge};
 use crate::kernels::prefill::prefill;
-use crate::launches::{Attending, Launches, Placed, Strides};
+use crate::launches::{Attending, Features, Launches, Placed, Strides};
 use crate::plan::Plan;
 use crate::tensors::{GpuInputs, GpuOutputs};
 use flashtile_core::dtype::{Dtype, MaskKind};
-use flashtile_core::inputs::alibi_stride;
-use flashtile_kernel::{Device, DeviceMemory, HostAccess, LaunchError, ScalarType};
+use flashtile_core::inputs::{RunError, alibi_stride};
+use flashtile_core::problem::KeyPart;
+use flashtile_kernel::{Device, DeviceMemory, HostAccess, Instance, LaunchError, ScalarType, Span, View};
 
 /// Memory of runs of a plan, which follow each other in it.
 #[derive(Debug)]
@@ -41,7 +43,8 @@ impl<M> Workspace<M> {
     ) -> Result<Self, E> {
         let (at, [partial_out, partial_max_sum]) = (plan.regions(), plan.launches().scratch());
         let [k, v] = &plan.tables().factors;
-        let sequences = 8 * plan.launches().shape().groups[2] as usize;
+        let launches = 1 + plan.launches().kept().len();
+        let sequences = (SEQUENCE_WORDS * plan.launches().shape().groups[2]) as usize * launches;
         let mut f32s = |at, len| region(at, ScalarType::F32, len);
         Ok(Self {
             factors: [f32s(at.factors[0], k.len())?, f32s(at.factors[1], v.len())?],
@@ -84,16 +87,16 @@ impl<M: DeviceMemory> Workspace<M> {
 #[derive(Debug)]
 pub struct Runs<M> {
     workspace: Workspace<M>,
-    /// The layout of the last run's tensors, which the next layer's tensors have too, whether keys were centered, and the parameters for
-    /// them.
-    last: Option<(Strides, bool, Placed)>,
+    /// Of each launch, the layout of the last run's tensors, which the next layer's tensors have too, whether keys were centered, and the
+    /// parameters for them.
+    last: Vec<Option<(Strides, bool, Placed)>>,
 }
 
 impl<M: DeviceMemory> Runs<M> {
     /// Runs in a workspace.
     #[must_use]
     pub const fn new(workspace: Workspace<M>) -> Self {
-        Self { workspace, last: None }
+        Self { workspace, last: Vec::new() }
     }
 
     /// Writes the numbers of the sequences.
@@ -118,16 +121,49 @@ impl<M: DeviceMemory> Runs<M> {
         inputs: &GpuInputs<'_, M>,
         outputs: &mut GpuOutputs<'_, M>,
     ) -> Result<(), SessionError<D::Error>> {
+        let (has, shape) = (launches.features(), launches.shape());
+        if shape.rows.contains(&0) || shape.groups.contains(&0) {
+            return Ok(());
+        }
+        let kernels = launches.kernels();
+        let all = std::iter::once((KeyPart::All, &kernels.attend));
+        let all = all.chain(launches.kept().iter().map(|launch| (launch.part, &launch.kernel)));
+        self.last.resize(1 + launches.kept().len(), None);
+        for (index, (part, kernel)) in all.enumerate() {
+            let Some(inputs) = inputs.part(part) else {
+                return Err(RunError::Missing { tensor: "kept" }.into());
+            };
+            let placed = self.place(index, launches, &inputs, outputs)?;
+            let launch = Launch { index, kernel, placed: &placed, is_split: kernels.merge.is_some() };
+            attend(device, launches, &launch, &mut self.workspace, &inputs, outputs)?;
+        }
+        let Some((merge, (_, _, placed))) = kernels.merge.as_ref().zip(self.last[0].as_ref()) else {
+            return Ok(());
+        };
+        let params = (placed.merge, has, shape.rows);
+        Ok(merge_partials(device, merge, params, &mut self.workspace, inputs.sinks, outputs)?)
+    }
+
+    /// The parameters of a launch over tensors.
+    fn place<E>(
+        &mut self,
+        index: usize,
+        launches: &Launches,
+        inputs: &GpuInputs<'_, M>,
+        outputs: &GpuOutputs<'_, M>,
+    ) -> Result<Placed, SessionError<E>> {
         let (strides, centered) = (strides(inputs, outputs), inputs.k.means.is_some());
         // Other lengths of sequences change nothing but their numbers in the workspace.
-        if self.last.as_ref().is_none_or(|(last, of, _)| *last != strides || *of != centered) {
-            self.last = None;
+        match &self.last[index] {
+            Some((last, of, placed)) if *last == strides && *of == centered => return Ok(*placed),
+            _ => self.last[index] = None,
         }
-        let (_, _, placed) = match &mut self.last {
-            Some(last) => last,
-            none => none.insert((strides, centered, launches.place(&strides, centered)?)),
+        let placed = match index.checked_sub(1) {
+            None => launches.place(&strides, centered)?,
+            Some(kept) => launches.place_kept(kept, &strides, centered)?,
         };
-        Ok(run(device, launches, placed, &mut self.workspace, inputs, outputs)?)
+        self.last[index] = Some((strides, centered, placed));
+        Ok(placed)
     }
 }
 
@@ -166,22 +202,35 @@ fn strides<M: DeviceMemory>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, 
     strides
 }
 
-fn run<M: DeviceMemory, D: Device<Memory = M>>(
+/// One launch of the kernels that compute rows, or partial results of them.
+struct Launch<'a> {
+    /// Its place among these launches.
+    index: usize,
+    kernel: &'a Attending,
+    placed: &'a Placed,
+    /// True if `merge` follows.
+    is_split: bool,
+}
+
+fn attend<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
     launches: &Launches,
-    placed: &Placed,
+    launch: &Launch<'_>,
     workspace: &mut Workspace<M>,
     inputs: &GpuInputs<'_, M>,
     outputs: &mut GpuOutputs<'_, M>,
 ) -> Result<(), LaunchError<D::Error>> {
-    let (has, shape) = (launches.features(), launches.shape());
-    if shape.rows.contains(&0) || shape.groups.contains(&0) {
-        return Ok(());
-    }
+    let (has, shape, placed) = (launches.features(), launches.shape(), launch.placed);
     let Workspace { sequences, factors, codebooks, absent, partial_out, partial_max_sum, unwanted } =
         workspace;
     let ([f32s, u32s, bytes], [k_factors, v_factors]) =
         (absent.each_ref().map(M::view), factors.each_ref().map(M::view));
+    let Span { element, offset, .. } = sequences.view().span();
+    let len = (SEQUENCE_WORDS * shape.groups[2]) as usize;
+    let sequences = View::new(&*sequences, Span { element, offset: offset + launch.index * len, len });
+    // Launches over kept tokens have one split.
+    let splits = if launch.index == 0 { shape.groups[1] } else { 1 };
+    let groups = [shape.groups[0], splits, shape.groups[2]];
     let (mut out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
     let mut lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
     let sinks = inputs.sinks.unwrap_or(f32s);
@@ -193,7 +242,7 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
                 k: inputs.k.bytes,
                 v: inputs.v.bytes,
                 table: inputs.tables.map_or(u32s, |tables| tables.table),
-                sequences: sequences.view(),
+                sequences,
                 slopes: inputs.alibi_slopes.unwrap_or(f32s),
                 mask: inputs.mask.map_or(bytes, |mask| mask.bytes),
                 tree: inputs.tree.map_or(bytes, |tree| tree.bytes),
@@ -209,40 +258,51 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
                 has_mask: has.has_mask,
                 has_tree_mask: has.has_tree_mask,
                 has_k_mean: placed.has_k_mean,
-                groups: shape.groups,
+                groups,
                 $($more)*
             }
         };
     }
-    let (params, has_sinks, groups) = (placed.merge, has.has_sinks, shape.rows);
-    let is_split = launches.kernels().merge.is_some();
-    match &launches.kernels().attend {
+    let is_split = launch.is_split;
+    match launch.kernel {
         Attending::Prefill(instance) => {
-            let (output, out, lse) = (params, out.reborrow(), lse.reborrow());
+            let (output, out, lse) = (placed.merge, out.reborrow(), lse.reborrow());
             // With splits, `merge` adds the sinks and writes the logsumexps.
-            let (has_sinks, with_lse) = (has_sinks && !is_split, with_lse && !is_split);
+            let (has_sinks, with_lse) = (has.has_sinks && !is_split, with_lse && !is_split);
             attend!(prefill { k_factors, v_factors, sinks, output, out, lse, has_sinks, with_lse, is_split })
                 .launch_instance(device, instance)
         }
         Attending::Decode(instance) => {
             attend!(decode { factors: k_factors }).launch_instance(device, instance)
         }
-    }?;
-    let Some(last) = &launches.kernels().merge else { return Ok(()) };
-    let (partial_out, partial_max_sum) = (partial_out.view(), partial_max_sum.view());
-    let (factors, has_shift) = (v_factors, has.has_alibi);
+    }
+}
+
+fn merge_partials<M: DeviceMemory, D: Device<Memory = M>>(
+    device: &D,
+    instance: &Instance,
+    (params, has, groups): (Merge, Features, [u32; 3]),
+    workspace: &mut Workspace<M>,
+    sinks: Option<View<'_, M>>,
+    outputs: &mut GpuOutputs<'_, M>,
+) -> Result<(), LaunchError<D::Error>> {
+    let Workspace {
+        factors: [_, factors], absent: [f32s, ..], partial_out, partial_max_sum, unwanted, ..
+    } = workspace;
+    let (out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
+    let lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
     merge::Call {
-        partial_out,
-        partial_max_sum,
-        factors,
-        sinks,
+        partial_out: partial_out.view(),
+        partial_max_sum: partial_max_sum.view(),
+        factors: factors.view(),
+        sinks: sinks.unwrap_or_else(|| f32s.view()),
         params,
         out,
         lse,
-        has_sinks,
+        has_sinks: has.has_sinks,
         with_lse,
-        has_shift,
+        has_shift: has.has_alibi,
         groups,
     }
-    .launch_instance(device, last)
+    .launch_instance(device, instance)
 }

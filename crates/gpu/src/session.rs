@@ -2,11 +2,13 @@
 
 use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
+use crate::shape::kept_parts;
 use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, dtype_of};
 use crate::upload::{Results, Uploaded};
 use flashtile_core::block_tables::BlockTables;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
-use flashtile_core::problem::{Problem, ProblemDesc};
+use flashtile_core::problem::{KeyPart, Problem, ProblemDesc};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
 
@@ -34,12 +36,58 @@ pub struct Session<E: Engine> {
 /// A plan and its block tables. Runs follow each other on the device, so that they share memory.
 struct Kept<E: Engine> {
     prepared: E::Prepared,
-    tables: Tables<MemoryOf<E>>,
+    tables: PlanTables<MemoryOf<E>>,
     /// True if a graph refers to the plan.
     captured: bool,
 }
 
 /// Block tables of a plan on the device.
+#[derive(Debug)]
+struct PlanTables<M> {
+    all: Tables<M>,
+    /// Of the first and of the last tokens that are kept in 16 bits.
+    kept: [Tables<M>; 2],
+}
+
+impl<M> Default for PlanTables<M> {
+    fn default() -> Self {
+        Self { all: Tables::default(), kept: [Tables::default(), Tables::default()] }
+    }
+}
+
+impl<M> PlanTables<M> {
+    fn iter_mut(&mut self) -> impl Iterator<Item = &mut Tables<M>> {
+        std::iter::once(&mut self.all).chain(&mut self.kept)
+    }
+}
+
+/// Tables in the memory of the host, for a run over pages.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct HostTables<'a> {
+    /// Tables of all tokens.
+    pub tables: &'a BlockTables,
+    /// Tables of the tokens that are kept in 16 bits, where the problem has such tokens; of a part whose tables lie on the device, `None`.
+    pub kept: [Option<&'a BlockTables>; 2],
+}
+
+impl<'a> HostTables<'a> {
+    /// The tables of inputs in the memory of the host, where keys lie in pages.
+    #[must_use]
+    pub fn of(inputs: &Inputs<'a>) -> Option<Self> {
+        let kept = inputs.kept.unwrap_or_default();
+        let kept = [kept.first, kept.last].map(|pages| pages.map(|pages| pages.tables));
+        inputs.tables.map(|tables| Self { tables, kept })
+    }
+}
+
+impl<'a> From<&'a BlockTables> for HostTables<'a> {
+    fn from(tables: &'a BlockTables) -> Self {
+        Self { tables, kept: [None, None] }
+    }
+}
+
+/// Tables of one storage.
 #[derive(Debug)]
 struct Tables<M> {
     /// The table of the last call that had one on the host.
@@ -70,7 +118,7 @@ impl<M: DeviceMemory> Tables<M> {
         tables: &BlockTables,
         pages: usize,
         captures: bool,
-    ) -> Result<&M, SessionError<D::Error>> {
+    ) -> Result<GpuTables<'_, M>, SessionError<D::Error>> {
         let entries = &tables.table;
         if self.last.as_ref().is_none_or(|last| last.entries != *entries) {
             if captures {
@@ -98,7 +146,8 @@ impl<M: DeviceMemory> Tables<M> {
         }
         let last = self.last.as_mut().unwrap_or_else(|| unreachable!("a table was written"));
         last.captured |= captures;
-        Ok(&last.memory)
+        let BlockTables { width, page_size, wraps, .. } = *tables;
+        Ok(GpuTables { table: last.memory.view(), width, page_size, wraps })
     }
 }
 
@@ -162,7 +211,7 @@ impl<E: Engine> Session<E> {
         let desc = E::problem(&plan).desc().clone();
         self.plans.retain(|kept| kept.captured || *kept.problem().desc() != desc);
         let old = self.evict();
-        self.insert(plan, old, Tables::default())
+        self.insert(plan, old, PlanTables::default())
     }
 
     /// Launches the computation of a description over tensors on the device, and returns before it has ended.
@@ -192,23 +241,29 @@ impl<E: Engine> Session<E> {
     /// # Errors
     /// The errors of [`Session::run`]; also where the tables do not fit the pool of `inputs.k`, and where others are given while the device captures a
     /// graph.
-    pub fn run_paged(
+    pub fn run_paged<'t>(
         &mut self,
         desc: &ProblemDesc,
         inputs: &GpuInputs<'_, MemoryOf<E>>,
-        tables: &BlockTables,
+        tables: impl Into<HostTables<'t>>,
         outputs: &mut GpuOutputs<'_, MemoryOf<E>>,
     ) -> Result<(), E::Error> {
+        let tables = tables.into();
         self.select(desc)?;
         let captures = self.captures()?;
         self.run_selected(|device, engine, kept| {
-            let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
-            check_paged(kept.problem(), &inputs, tables, outputs)?;
+            check_paged(kept.problem(), inputs, tables, outputs)?;
             kept.captured |= captures;
-            inputs.tables = None;
-            if engine.write_sequences(device, &mut kept.prepared, Some(tables))? {
-                let table = kept.tables.write(device, tables, inputs.k.shape[0], captures)?.view();
-                inputs.tables = Some(GpuTables { table, width, page_size, wraps });
+            let mut inputs = GpuInputs { tables: None, ..*inputs };
+            let PlanTables { all, kept: of_kept } = &mut kept.tables;
+            if engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))? {
+                inputs.tables = Some(all.write(device, tables.tables, inputs.k.shape[0], captures)?);
+            }
+            let pages = [&mut inputs.kept.first, &mut inputs.kept.last];
+            for ((pages, of), tables) in pages.into_iter().zip(of_kept).zip(tables.kept) {
+                if let (Some(pages), Some(tables)) = (pages, tables) {
+                    pages.tables = Some(of.write(device, tables, pages.k.shape[0], captures)?);
+                }
             }
             engine.run(device, &mut kept.prepared, &inputs, outputs)
         })
@@ -219,19 +274,20 @@ impl<E: Engine> Session<E> {
     ///
     /// # Errors
     /// As [`Session::run_paged`].
-    pub fn check_paged(
+    pub fn check_paged<'t>(
         &mut self,
         desc: &ProblemDesc,
         inputs: &GpuInputs<'_, MemoryOf<E>>,
-        tables: &BlockTables,
+        tables: impl Into<HostTables<'t>>,
         outputs: &GpuOutputs<'_, MemoryOf<E>>,
     ) -> Result<(), E::Error> {
+        let tables = tables.into();
         self.select(desc)?;
         let captures = self.captures()?;
         self.run_selected(|device, engine, kept| {
             check_paged(kept.problem(), inputs, tables, outputs)?;
-            if engine.write_sequences(device, &mut kept.prepared, Some(tables))? {
-                kept.tables.write(device, tables, inputs.k.shape[0], captures)?;
+            if engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))? {
+                kept.tables.all.write(device, tables.tables, inputs.k.shape[0], captures)?;
             }
             Ok(())
         })
@@ -253,7 +309,7 @@ impl<E: Engine> Session<E> {
         self.select(desc)?;
         let uploaded = Uploaded::new(&self.device, inputs).map_err(SessionError::device)?;
         let mut results = Results::new(&self.device, outputs).map_err(SessionError::device)?;
-        match inputs.tables {
+        match HostTables::of(inputs) {
             Some(tables) => self.run_paged(desc, &uploaded.inputs(), tables, &mut results.outputs())?,
             None => self.run(desc, &uploaded.inputs(), &mut results.outputs())?,
         }
@@ -282,7 +338,8 @@ impl<E: Engine> Session<E> {
             // Numbers and tables may not have reached the device.
             for kept in &mut self.plans {
                 E::forget_written(&mut kept.prepared);
-                kept.tables.last.iter_mut().for_each(|table| table.entries.clear());
+                let tables = kept.tables.iter_mut().filter_map(|tables| tables.last.as_mut());
+                tables.for_each(|table| table.entries.clear());
             }
             self.failures = failures;
         }
@@ -304,7 +361,7 @@ impl<E: Engine> Session<E> {
         let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
         let Some((_, at)) = steps.min() else {
             let old = self.evict();
-            return self.insert(plan, old, Tables::default());
+            return self.insert(plan, old, PlanTables::default());
         };
         let mut step = self.plans.remove(at);
         match self.engine.update(&self.device, &mut step.prepared, plan)? {
@@ -320,7 +377,7 @@ impl<E: Engine> Session<E> {
         &mut self,
         plan: E::Plan,
         old: Option<E::Prepared>,
-        tables: Tables<MemoryOf<E>>,
+        tables: PlanTables<MemoryOf<E>>,
     ) -> Result<(), E::Error> {
         let prepared = self.engine.prepare(&self.device, plan, old)?;
         self.plans.insert(0, Kept { prepared, tables, captured: false });
@@ -369,19 +426,9 @@ pub fn check<M: DeviceMemory, E>(
         let expected = "f32, f16 or bf16";
         dtype_of(element).ok_or(SessionError::Element { tensor, expected, element })
     };
-    let kv = |kv: &GpuKv<'_, M>| (kv.codec, kv.shape);
-    let mask = |mask: GpuMask<'_, M>| (mask.kind, mask.shape);
-    let shapes = InputShapes {
-        q: (dtype("q", inputs.q.view.element())?, inputs.q.shape),
-        k: kv(&inputs.k),
-        v: kv(&inputs.v),
-        page,
-        tree: inputs.tree.map(mask),
-        mask: inputs.mask.map(mask),
-        alibi_slopes: inputs.alibi_slopes.map(|list| list.len()),
-        sinks: inputs.sinks.map(|list| list.len()),
-    };
-    shapes.check(problem)?;
+    let q = dtype("q", inputs.q.view.element())?;
+    shapes(q, inputs, page).check(problem)?;
+    check_kept(problem, q, inputs)?;
     if let Some(means) = &inputs.v.means {
         return Err(RunError::Length { tensor: "v.means", expected: 0, got: means.len() }.into());
     }
@@ -392,15 +439,61 @@ pub fn check<M: DeviceMemory, E>(
     Ok(outputs.out.check().map_err(|error| RunError::Memory { tensor: "out", error })?)
 }
 
+/// Dtypes and shapes of inputs whose queries are of a dtype; `page` is the tokens of a page, where there are pages.
+fn shapes<M>(q: Dtype, inputs: &GpuInputs<'_, M>, page: Option<usize>) -> InputShapes {
+    let kv = |kv: &GpuKv<'_, M>| (kv.codec, kv.shape);
+    let mask = |mask: GpuMask<'_, M>| (mask.kind, mask.shape);
+    InputShapes {
+        q: (q, inputs.q.shape),
+        k: kv(&inputs.k),
+        v: kv(&inputs.v),
+        page,
+        tree: inputs.tree.map(mask),
+        mask: inputs.mask.map(mask),
+        alibi_slopes: inputs.alibi_slopes.map(|list| list.len()),
+        sinks: inputs.sinks.map(|list| list.len()),
+    }
+}
+
+/// Checks that the tokens that a problem reads in 16 bits have pages that fit it.
+fn check_kept<M: DeviceMemory, E>(
+    problem: &Problem,
+    q: Dtype,
+    inputs: &GpuInputs<'_, M>,
+) -> Result<(), SessionError<E>> {
+    let needed = kept_parts(problem);
+    for (tensor, part) in [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)] {
+        match (inputs.part(part), needed.contains(&part)) {
+            (Some(pages), true) => {
+                let problem = problem.part(part);
+                shapes(q, &pages, Some(pages.k.shape[2])).check(&problem)?;
+                pages.check(&problem)?;
+            }
+            (None, true) => return Err(RunError::Missing { tensor }.into()),
+            (Some(_), false) if problem.desc().kept.is_none() => {
+                return Err(RunError::Unexpected { tensor }.into());
+            }
+            (Some(_) | None, false) => {}
+        }
+    }
+    Ok(())
+}
+
 /// [`check`] of tensors over pages that tables of the host list, and of the tables.
 fn check_paged<M: DeviceMemory, E>(
     problem: &Problem,
     inputs: &GpuInputs<'_, M>,
-    tables: &BlockTables,
+    HostTables { tables, kept }: HostTables<'_>,
     outputs: &GpuOutputs<'_, M>,
 ) -> Result<(), SessionError<E>> {
     check(problem, &GpuInputs { tables: None, ..*inputs }, Some(tables.page_size), outputs)?;
-    Ok(check_tables(problem, tables, inputs.k.shape[0])?)
+    check_tables(problem, tables, inputs.k.shape[0])?;
+    for (part, tables) in [KeyPart::First, KeyPart::Last].into_iter().zip(kept) {
+        if let (Some(pages), Some(tables)) = (inputs.part(part), tables) {
+            check_tables(&problem.part(part), tables, pages.k.shape[0])?;
+        }
+    }
+    Ok(())
 }
 
 /// Checks that lists, tables and bytes are of the types that kernels read.

@@ -8,7 +8,7 @@
 
 use crate::tile::Tiling;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{KeyPart, Problem};
 
 /// Positions and counts are kept in 32 bits; further ones than this are refused.
 pub(crate) const MAX_COUNT: i64 = 1 << 30;
@@ -44,8 +44,9 @@ impl Shape {
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
         let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(tile.rows()).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        // Prefill without splits ends its rows itself.
-        let results = if tile.is_prefill() && splits == 1 { 0 } else { splits };
+        // Prefill without splits ends its rows itself, where no other launch has some of their keys.
+        let others = kept_parts(problem).len();
+        let results = if tile.is_prefill() && splits + others == 1 { 0 } else { splits + others };
         let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
         count("rows", rows)?;
         Ok(Self {
@@ -67,6 +68,16 @@ impl Shape {
             ],
         })
     }
+}
+
+/// The storages in 16 bits that some keys of a problem are read from, beside their codes: the launch of each has one split.
+pub(crate) fn kept_parts(problem: &Problem) -> Vec<KeyPart> {
+    let has_keys = |part: &KeyPart| match part {
+        KeyPart::First => problem.sequences().iter().any(|s| s.first_len > 0),
+        KeyPart::Last => problem.desc().kept.as_ref().is_some_and(|kept| kept.last > 0),
+        KeyPart::All | KeyPart::Codes => false,
+    };
+    [KeyPart::First, KeyPart::Last].into_iter().filter(has_keys).collect()
 }
 
 /// A number as these kernels count.

@@ -6,7 +6,7 @@
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::RunError;
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{KeyPart, Problem};
 use flashtile_core::tensor::{self, ViewError};
 use flashtile_kernel::{DeviceMemory, ScalarType, Span, View, ViewMut};
 
@@ -92,6 +92,8 @@ pub struct GpuInputs<'a, M> {
     pub v: GpuKv<'a, M>,
     /// Where the tokens of cached sequences lie.
     pub tables: Option<GpuTables<'a, M>>,
+    /// Pages of the tokens that are kept in 16 bits, where the problem has such tokens.
+    pub kept: GpuKeptInputs<'a, M>,
     /// Boolean, of the shape [`Problem::tree_shape`](flashtile_core::problem::Problem::tree_shape).
     pub tree: Option<GpuMask<'a, M>>,
     /// Broadcastable to [`Problem::mask_shape`](flashtile_core::problem::Problem::mask_shape).
@@ -100,6 +102,35 @@ pub struct GpuInputs<'a, M> {
     pub alibi_slopes: Option<View<'a, M>>,
     /// `[q_heads]` logits, f32.
     pub sinks: Option<View<'a, M>>,
+}
+
+/// Pages of the tokens that a cache keeps in 16 bits beside its codes, as [`KeptInputs`](flashtile_core::inputs::KeptInputs) in the
+/// memory of a device.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuKeptInputs<'a, M> {
+    /// The first tokens.
+    pub first: Option<GpuKeptPages<'a, M>>,
+    /// The last tokens.
+    pub last: Option<GpuKeptPages<'a, M>>,
+}
+
+/// Pages of keys and values of kept tokens.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuKeptPages<'a, M> {
+    /// `[pages, kv_heads, page_size, head_dim]`.
+    pub k: GpuKv<'a, M>,
+    /// `[pages, kv_heads, page_size, value_dim]`.
+    pub v: GpuKv<'a, M>,
+    /// Where the tokens lie; not read where a session is given tables of the host.
+    pub tables: Option<GpuTables<'a, M>>,
+}
+
+impl<M> Default for GpuKeptInputs<'_, M> {
+    fn default() -> Self {
+        Self { first: None, last: None }
+    }
 }
 
 /// Tensors that a run writes.
@@ -116,7 +147,21 @@ impl<'a, M> GpuInputs<'a, M> {
     /// Inputs without tables, masks, ALiBi slopes or sinks; add them through the fields.
     #[must_use]
     pub const fn new(q: GpuTensor<'a, M>, k: GpuKv<'a, M>, v: GpuKv<'a, M>) -> Self {
-        Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
+        let kept = GpuKeptInputs { first: None, last: None };
+        Self { q, k, v, tables: None, kept, tree: None, mask: None, alibi_slopes: None, sinks: None }
+    }
+
+    /// The inputs of a [part](flashtile_core::problem::Problem::part) of the problem; `None` where the part has no pages.
+    #[must_use]
+    pub fn part(&self, part: KeyPart) -> Option<Self> {
+        let pages = match part {
+            KeyPart::All => return Some(*self),
+            KeyPart::Codes => return Some(Self { kept: GpuKeptInputs::default(), ..*self }),
+            KeyPart::First => self.kept.first,
+            KeyPart::Last => self.kept.last,
+        };
+        let GpuKeptPages { k, v, tables } = pages?;
+        Some(Self { k, v, tables, kept: GpuKeptInputs::default(), ..*self })
     }
 }
 
@@ -321,7 +366,8 @@ impl<M> GpuTables<'_, M> {
     /// Checks that the table has a line for each sequence, and an entry for each of its tokens.
     pub(crate) fn check(&self, problem: &Problem) -> Result<(), RunError> {
         let of_width = |width: usize| problem.sequences().len().saturating_mul(width);
-        let longest = problem.sequences().iter().map(|sequence| sequence.kv_len).max().unwrap_or(0);
+        let ends = problem.sequences().iter().map(|sequence| problem.stored(sequence).end);
+        let longest = ends.max().unwrap_or(0);
         let needed = if self.wraps { 0 } else { longest.div_ceil(self.page_size.max(1)) };
         let (expected, got) = match self.width < needed {
             true => (of_width(needed), of_width(self.width)),
@@ -355,7 +401,7 @@ macro_rules! copies {
         impl<M> Copy for $Of<'_, M> {}
     )*};
 }
-copies!(GpuTensor GpuKv GpuMask GpuTables GpuInputs);
+copies!(GpuTensor GpuKv GpuMask GpuTables GpuKeptPages GpuKeptInputs GpuInputs);
 
 /// The dtype of elements, if tensors have it.
 #[must_use]

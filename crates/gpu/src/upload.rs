@@ -2,11 +2,13 @@
 
 use crate::array::rows;
 use crate::codecs::scalar_type;
-use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut};
+use crate::tensors::{
+    GpuInputs, GpuKeptInputs, GpuKeptPages, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut,
+};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::{Dtype, MaskKind};
-use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::inputs::{Inputs, KeptInputs, KeptPages, Outputs};
 use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, dense, reach};
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType, bf16, f16};
 
@@ -22,6 +24,8 @@ pub struct Uploaded<M> {
     k: Kv<M>,
     v: Kv<M>,
     tables: Option<Tables<M>>,
+    /// The first and the last tokens that are kept in 16 bits.
+    kept: [Option<Kept<M>>; 2],
     tree: Option<Mask<M>>,
     mask: Option<Mask<M>>,
     alibi_slopes: Option<M>,
@@ -54,6 +58,26 @@ struct Tables<M> {
     width: usize,
     page_size: usize,
     wraps: bool,
+}
+
+/// Keys and values of kept tokens.
+#[derive(Debug)]
+struct Kept<M> {
+    k: Kv<M>,
+    v: Kv<M>,
+    tables: Option<Tables<M>>,
+}
+
+impl<M> Kept<M> {
+    fn new<D: HostAccess<Memory = M>>(
+        device: &D,
+        pages: Option<KeptPages<'_>>,
+        placement: Placement,
+    ) -> Result<Option<Self>, D::Error> {
+        let Some(KeptPages { k, v, .. }) = pages else { return Ok(None) };
+        let (k, v) = (Kv::new(device, &k, placement)?, Kv::new(device, &v, placement)?);
+        Ok(Some(Self { k, v, tables: None }))
+    }
 }
 
 /// A mask.
@@ -154,6 +178,31 @@ impl<M> Kv<M> {
     }
 }
 
+impl<M: DeviceMemory> Tables<M> {
+    /// A copy of block tables, over an old one where that has the same size.
+    fn new<D: HostAccess<Memory = M>>(
+        device: &D,
+        tables: &BlockTables,
+        old: Option<Self>,
+    ) -> Result<Self, D::Error> {
+        let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+        let BlockTables { width, page_size, wraps, .. } = *tables;
+        let memory = match old {
+            Some(Self { mut memory, .. }) if memory.view().len() == tables.table.len() => {
+                device.write(&mut memory, 0, &bytes)?;
+                memory
+            }
+            _ => filled(device, ScalarType::U32, &bytes)?,
+        };
+        Ok(Self { memory, width, page_size, wraps })
+    }
+
+    fn view(&self) -> GpuTables<'_, M> {
+        let Self { memory, width, page_size, wraps } = self;
+        GpuTables { table: memory.view(), width: *width, page_size: *page_size, wraps: *wraps }
+    }
+}
+
 impl<M: DeviceMemory> Kv<M> {
     fn view(&self) -> GpuKv<'_, M> {
         let Self { memory, codec, shape, strides, means } = self;
@@ -230,6 +279,10 @@ impl<M: DeviceMemory> Uploaded<M> {
             k: Kv::new(device, &inputs.k, placement)?,
             v: Kv::new(device, &inputs.v, placement)?,
             tables: None,
+            kept: {
+                let KeptInputs { first, last } = inputs.kept.unwrap_or_default();
+                [Kept::new(device, first, placement)?, Kept::new(device, last, placement)?]
+            },
             tree: mask(&inputs.tree)?,
             mask: mask(&inputs.mask)?,
             alibi_slopes: list(inputs.alibi_slopes)?,
@@ -246,16 +299,24 @@ impl<M: DeviceMemory> Uploaded<M> {
         device: &D,
         tables: &BlockTables,
     ) -> Result<(), D::Error> {
-        let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
-        let BlockTables { width, page_size, wraps, .. } = *tables;
-        let memory = match self.tables.take() {
-            Some(Tables { mut memory, .. }) if memory.view().len() == tables.table.len() => {
-                device.write(&mut memory, 0, &bytes)?;
-                memory
+        self.tables = Some(Tables::new(device, tables, self.tables.take())?);
+        Ok(())
+    }
+
+    /// [`Uploaded::upload_tables`] of the first and of the last tokens that are kept in 16 bits.
+    ///
+    /// # Errors
+    /// The error that the device reports.
+    pub fn upload_kept_tables<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        kept: &KeptInputs<'_>,
+    ) -> Result<(), D::Error> {
+        for (of, pages) in self.kept.iter_mut().zip([kept.first, kept.last]) {
+            if let (Some(of), Some(pages)) = (of, pages) {
+                of.tables = Some(Tables::new(device, pages.tables, of.tables.take())?);
             }
-            _ => filled(device, ScalarType::U32, &bytes)?,
-        };
-        self.tables = Some(Tables { memory, width, page_size, wraps });
+        }
         Ok(())
     }
 
@@ -267,10 +328,17 @@ impl<M: DeviceMemory> Uploaded<M> {
             q: GpuTensor { view: memory.view(), shape: *shape, strides: *strides },
             k: self.k.view(),
             v: self.v.view(),
-            tables: self.tables.as_ref().map(|tables| {
-                let Tables { memory, width, page_size, wraps } = tables;
-                GpuTables { table: memory.view(), width: *width, page_size: *page_size, wraps: *wraps }
-            }),
+            tables: self.tables.as_ref().map(Tables::view),
+            kept: {
+                let [first, last] = self.kept.each_ref().map(|kept| {
+                    kept.as_ref().map(|Kept { k, v, tables }| GpuKeptPages {
+                        k: k.view(),
+                        v: v.view(),
+                        tables: tables.as_ref().map(Tables::view),
+                    })
+                });
+                GpuKeptInputs { first, last }
+            },
             tree: self.tree.as_ref().map(Mask::view),
             mask: self.mask.as_ref().map(Mask::view),
             alibi_slopes: self.alibi_slopes.as_ref().map(M::view),

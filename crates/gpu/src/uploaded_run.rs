@@ -44,6 +44,9 @@ impl<E: Engine> UploadedRun<E> {
         if let Some(tables) = inputs.tables.filter(|_| single_pages.is_none()) {
             uploaded.upload_tables(session.device(), tables).map_err(SessionError::device)?;
         }
+        if let Some(kept) = &inputs.kept {
+            uploaded.upload_kept_tables(session.device(), kept).map_err(SessionError::device)?;
+        }
         let results = Results::new(session.device(), outputs).map_err(SessionError::device)?;
         Ok(Self { session, problem, inputs: uploaded, single_pages, outputs: results })
     }
@@ -56,7 +59,7 @@ impl<E: Engine> UploadedRun<E> {
         let Self { session, problem, inputs, single_pages, outputs } = self;
         let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
         match single_pages {
-            Some(tables) => session.run_paged(desc, &inputs, tables, &mut outputs),
+            Some(tables) => session.run_paged(desc, &inputs, &*tables, &mut outputs),
             None => session.run(desc, &inputs, &mut outputs),
         }
     }

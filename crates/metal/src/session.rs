@@ -149,6 +149,9 @@ impl Encode for MetalKvCache {
     }
 
     fn replace_gpu(&mut self, gpu: Gpu) -> Gpu {
+        for store in self.stores_mut().skip(1) {
+            store.replace_device(gpu.clone());
+        }
         self.store_mut().replace_device(gpu)
     }
 

@@ -8,7 +8,7 @@ use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
 use flashtile_kernel::{DeviceMemory, HostAccess, Instance, ScalarType};
 
 /// Two caches of a description, and the names of each sequence in both.
-pub struct CacheTwins<D: HostAccess>
+pub struct CacheTwins<D: HostAccess + Clone>
 where
     D::Memory: 'static,
 {
@@ -20,7 +20,7 @@ where
     element: ScalarType,
 }
 
-impl<D: HostAccess> std::fmt::Debug for CacheTwins<D>
+impl<D: HostAccess + Clone> std::fmt::Debug for CacheTwins<D>
 where
     D::Memory: 'static,
 {
@@ -52,7 +52,7 @@ enum Operation {
 }
 
 /// Elements on a device, of f32 or rounded to bf16.
-fn on_device<D: HostAccess>(device: &D, element: ScalarType, values: &[f32]) -> Result<D::Memory, String> {
+fn on_device<D: HostAccess + Clone>(device: &D, element: ScalarType, values: &[f32]) -> Result<D::Memory, String> {
     let bytes: Vec<u8> = if element == ScalarType::F32 {
         values.iter().flat_map(|x| x.to_ne_bytes()).collect()
     } else {
@@ -85,7 +85,7 @@ fn agree<A, B, E: std::fmt::Display>(
     }
 }
 
-impl<D: HostAccess> CacheTwins<D>
+impl<D: HostAccess + Clone> CacheTwins<D>
 where
     D::Memory: 'static,
 {

@@ -7,9 +7,9 @@ use flashtile_core::block_tables::NO_PAGE;
 use flashtile_core::codec::{CodePages, Side};
 use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::{Dtype, MaskKind};
-use flashtile_core::inputs::Inputs;
+use flashtile_core::inputs::{Inputs, KeptInputs, KeptPages};
 use flashtile_core::problem::{Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
-use flashtile_core::problem::{SeqLens, Sequence, SharedPrefix};
+use flashtile_core::problem::{KeptTokens, KeyPart, SeqLens, Sequence, SharedPrefix};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -105,6 +105,8 @@ pub struct Case {
     /// True if keys have a constant component, a few times as large as the rest, that is subtracted before
     /// they are quantized.
     pub centered: bool,
+    /// First tokens of each sequence that are kept in 16 bits, if some are.
+    pub keep_first: usize,
 }
 
 impl Case {
@@ -126,7 +128,28 @@ impl Case {
             tree: Tree::Causal,
             alibi_per_sequence: false,
             centered: false,
+            keep_first: 0,
         }
+    }
+
+    /// With the first and the last tokens of each sequence in 16 bits beside their codes. Every third sequence lacks some of the last
+    /// ones, and every fourth has no first ones. Sequences must be cached.
+    #[must_use]
+    pub fn kept(mut self, first: usize, last: usize) -> Self {
+        let Sequences::Cached { cu_seqlens_q, kv_lens } = &self.desc.sequences else { return self };
+        let q_lens = cu_seqlens_q.windows(2).map(|w| w[1] - w[0]);
+        let from = |(index, (q_len, &kv_len)): (usize, (usize, &usize))| match index % 3 {
+            _ if last == 0 => kv_len,
+            2 => kv_len - q_len.min(kv_len) / 2,
+            _ => kv_len.saturating_sub(q_len + last),
+        };
+        let last_from = q_lens.zip(kv_lens).enumerate().map(from).collect();
+        let first_len =
+            |(index, &kv_len): (usize, &usize)| if index % 4 == 3 { 0 } else { first.min(kv_len) };
+        let first_lens = kv_lens.iter().enumerate().map(first_len).collect();
+        self.desc.kept = Some(KeptTokens { last, first_lens, last_from });
+        self.keep_first = first;
+        self
     }
 
     /// With these codecs of keys and values.
@@ -325,11 +348,33 @@ impl Case {
             k_codes: k_codes.map(Arc::new),
             v_codes: v_codes.map(Arc::new),
             tables: pool.map(|pool| pool.tables),
+            kept: self.build_kept(&problem),
             tree,
             mask,
             alibi_slopes: self.desc.alibi.then(|| self.guarded(&slopes)),
             sinks: self.desc.sinks.then(|| self.guarded(&sinks)),
             problem,
+        })
+    }
+
+    /// Pages of the kept tokens: slots in reverse order, behind an unused one. Their elements are not those of the codes, so that a row
+    /// read from the wrong storage shows.
+    fn build_kept(&self, problem: &Problem) -> [Option<Arc<KeptData>>; 2] {
+        let Some(kept) = &problem.desc().kept else { return [None, None] };
+        let first = (self.keep_first > 0).then_some((KeyPart::First, self.keep_first));
+        let longest = |s: &Sequence| s.kv_len - s.last_from;
+        let ring = problem.sequences().iter().map(longest).max().unwrap_or(0).max(1).next_multiple_of(16);
+        let last = (kept.last > 0).then_some((KeyPart::Last, ring));
+        [first, last].map(|of| {
+            let (part, capacity) = of?;
+            let problem = problem.part(part);
+            let pool = Pool::of_slots(&problem, capacity);
+            let case = Self { paging: Paging { page: capacity, keep: Keep::All }, ..self.clone() };
+            let rng = Rng::named(&format!("{} {part:?}", self.name));
+            let mut data = Generator { case: &case, problem: &problem, pool: Some(&pool), rng };
+            let (k, k_codes) = data.stored(Side::Keys);
+            let (v, v_codes) = data.stored(Side::Values);
+            Some(Arc::new(KeptData { k, v, k_codes, v_codes, tables: pool.tables }))
         })
     }
 
@@ -399,7 +444,10 @@ impl Generator<'_> {
     fn kv_rows(&self, index: usize, sequence: &Sequence) -> Vec<Row> {
         match self.pool {
             None => span(sequence.batch, sequence.kv_start, sequence.kv_len),
-            Some(pool) => (0..sequence.kv_len).filter_map(|j| pool.tables.locate(index, j)).collect(),
+            Some(pool) => {
+                let stored = self.problem.stored(sequence);
+                stored.filter_map(|j| pool.tables.locate(index, j)).collect()
+            }
         }
     }
 
@@ -487,6 +535,23 @@ impl Pool {
             tables.table[entry] = tables.table[owner];
         }
         Self { tables, pages }
+    }
+}
+
+impl Pool {
+    /// Slots of a part of a problem's keys, one for each sequence.
+    fn of_slots(problem: &Problem, capacity: usize) -> Self {
+        let sequences = problem.sequences();
+        let count = sequences.len();
+        let lens: Vec<usize> = match problem.key_part() {
+            KeyPart::First => sequences.iter().map(|s| s.first_len).collect(),
+            KeyPart::All | KeyPart::Codes | KeyPart::Last => sequences.iter().map(|s| s.kv_len).collect(),
+        };
+        let first: Vec<usize> = sequences.iter().map(|s| problem.stored(s).start).collect();
+        let wraps = lens.iter().zip(&first).any(|(&len, &first)| first < len && len > capacity);
+        let table = (1..=count as u32).rev().collect();
+        let tables = BlockTables { table, width: 1, page_size: capacity, wraps, lens, first };
+        Self { tables, pages: count + 1 }
     }
 }
 
@@ -585,6 +650,37 @@ fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
     }
 }
 
+/// Pages of the tokens of a case that are kept in 16 bits.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct KeptData {
+    /// `[pages, kv_heads, page_size, head_dim]`.
+    pub k: Guarded,
+    /// `[pages, kv_heads, page_size, value_dim]`.
+    pub v: Guarded,
+    /// The keys as stored, if their codec has no elements.
+    pub k_codes: Option<CodePages>,
+    /// The values as stored, if their codec has no elements.
+    pub v_codes: Option<CodePages>,
+    /// Which page holds which token.
+    pub tables: BlockTables,
+}
+
+impl KeptData {
+    fn pages(&self) -> KeptPages<'_> {
+        KeptPages {
+            k: stored_view(&self.k, self.k_codes.as_ref()),
+            v: stored_view(&self.v, self.v_codes.as_ref()),
+            tables: &self.tables,
+        }
+    }
+}
+
+/// Rows as a run reads them: codes, or elements.
+fn stored_view<'a>(tensor: &'a Guarded, codes: Option<&'a CodePages>) -> KvView<'a> {
+    codes.map_or_else(|| KvView::Elements(tensor.view()), |codes| KvView::Codes(codes.view()))
+}
+
 /// The tensors of a case in guarded memory: padding, and everything outside the views, is NaN.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -607,6 +703,8 @@ pub struct CaseData {
     pub v_codes: Option<Arc<CodePages>>,
     /// Which page holds which token, if sequences are cached.
     pub tables: Option<BlockTables>,
+    /// The first and the last tokens that are kept in 16 bits.
+    pub kept: [Option<Arc<KeptData>>; 2],
     /// The tree mask, if the problem has one.
     pub tree: Option<GuardedMask>,
     /// The mask, if the problem has one.
@@ -622,13 +720,13 @@ impl CaseData {
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let mut inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
-        if let Some(codes) = &self.k_codes {
-            inputs.k = KvView::Codes(codes.view());
-        }
-        if let Some(codes) = &self.v_codes {
-            inputs.v = KvView::Codes(codes.view());
-        }
+        inputs.k = stored_view(&self.k, self.k_codes.as_deref());
+        inputs.v = stored_view(&self.v, self.v_codes.as_deref());
         inputs.tables = self.tables.as_ref();
+        if self.problem.desc().kept.is_some() {
+            let [first, last] = self.kept.each_ref().map(|kept| kept.as_ref().map(|kept| kept.pages()));
+            inputs.kept = Some(KeptInputs { first, last });
+        }
         inputs.tree = self.tree.as_ref().map(GuardedMask::view);
         inputs.mask = self.mask.as_ref().map(GuardedMask::view);
         inputs.alibi_slopes = self.alibi_slopes.as_ref().map(GuardedList::slice);

@@ -797,7 +797,32 @@ pub fn quantized() -> Vec<Case> {
     for dtype in DTYPES {
         cases.rows("quantized_", dtype, &QUANTIZED, &[Stored(Tq6, Tq5)]);
     }
-    cases.0
+    let kept = kept(&cases.0);
+    cases.0.into_iter().chain(kept).collect()
+}
+
+/// Cases of codes with first and last tokens kept in 16 bits: each of the given ones whose codecs keep tokens, but those of one feature in
+/// many sizes.
+fn kept(quantized: &[Case]) -> Vec<Case> {
+    let is_of_sizes = |case: &Case| {
+        ["steps_d", "single_d", "heads_", "d"].iter().any(|of| {
+            let rest = case.name.strip_prefix("quantized_").and_then(|name| name.strip_prefix(of));
+            rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+        })
+    };
+    let keeps = |case: &&Case| {
+        let codecs =
+            [case.desc.k_codec, case.desc.v_codec].map(|codec| codec.unwrap_or(case.desc.dtype.into()));
+        codecs.iter().all(|codec| codec.dtype().is_some() || codec.kept() != *codec)
+            && codecs.iter().any(|codec| codec.dtype().is_none())
+    };
+    let cases = quantized.iter().filter(|case| !is_of_sizes(case)).filter(keeps).enumerate();
+    let keep = |(n, case): (usize, &Case)| {
+        let (first, last) = [(4, 32), (0, 20), (3, 0)][n % 3];
+        let name = case.name.replace("quantized_", "quantized_kept_");
+        Case { name, ..case.clone() }.kept(first, last)
+    };
+    cases.map(keep).collect()
 }
 
 #[cfg(test)]

@@ -136,6 +136,9 @@ impl GuardedRun {
         if let Some(tables) = inputs.tables {
             uploaded.upload_tables(&device, tables)?;
         }
+        if let Some(kept) = &inputs.kept {
+            uploaded.upload_kept_tables(&device, kept)?;
+        }
         let results = Results::placed(&device, outputs, placement)?;
         Ok(Self { timer: None, prepared, uploaded, results, device })
     }

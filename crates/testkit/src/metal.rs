@@ -8,6 +8,7 @@ use flashtile_core::inputs;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::Problem;
+use flashtile_gpu::session::HostTables;
 use flashtile_gpu::tensors::GpuOutputs;
 use flashtile_gpu::upload::{Placement, Results, Uploaded};
 use flashtile_metal::objc2::rc::autoreleasepool;
@@ -103,7 +104,7 @@ impl Runner for MetalRunner {
         let launched = self.launch(&mut session, |session| {
             let (inputs_there, mut outputs) = (uploaded.inputs(), results.outputs());
             let outputs: &mut GpuOutputs<'_, Memory> = &mut outputs;
-            match inputs.tables {
+            match HostTables::of(inputs) {
                 Some(tables) => session.run_paged(problem.desc(), &inputs_there, tables, outputs),
                 None => session.run(problem.desc(), &inputs_there, outputs),
             }

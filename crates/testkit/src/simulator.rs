@@ -7,7 +7,7 @@ use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::engine::PortableEngine;
-use flashtile_gpu::session::Session;
+use flashtile_gpu::session::{HostTables, Session};
 use flashtile_gpu::simulator::{DECODE_TILE, PREFILL_TILE, find, no_native};
 use flashtile_gpu::tile::Tiling;
 use flashtile_gpu::upload::{Placement, Results, Uploaded};
@@ -213,7 +213,7 @@ impl SimulatorRunner {
         let mut session = Session::new(OnMemory(device.0), engine);
         let entry = session.plan(problem.desc()).map_err(failed)?.launches().entry();
         let (uploaded, mut given) = (uploaded.inputs(), results.outputs());
-        match inputs.tables {
+        match HostTables::of(inputs) {
             Some(tables) => session.run_paged(problem.desc(), &uploaded, tables, &mut given),
             None => session.run(problem.desc(), &uploaded, &mut given),
         }

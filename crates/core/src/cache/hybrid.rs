@@ -114,7 +114,7 @@ impl<S: PageStore> HybridCache<S> {
 
     /// The memory of the rows of each group, to change how it is reached: a device's queue, not its contents.
     pub fn stores_mut(&mut self) -> impl Iterator<Item = &mut S> {
-        self.groups.iter_mut().map(KvCache::store_mut)
+        self.groups.iter_mut().flat_map(KvCache::stores_mut)
     }
 
     /// A new, empty sequence. It takes a slot in contiguous and ring groups.

@@ -277,6 +277,11 @@ impl<S: PageStore> KvCache<S> {
         &mut self.store
     }
 
+    /// [`KvCache::store_mut`] of all rows: of codes or elements, and of the tokens that are kept in 16 bits.
+    pub fn stores_mut(&mut self) -> impl Iterator<Item = &mut S> {
+        std::iter::once(&mut self.store).chain(self.kept.caches_mut().map(|cache| &mut cache.store))
+    }
+
     /// Checks that every row written since the last call was stored. A cache in main memory refuses rows when they are written; one
     /// on a device finds out as it encodes them, and this waits for it.
     ///

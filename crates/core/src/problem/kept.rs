@@ -28,7 +28,7 @@ pub struct KeptTokens {
 
 /// Where the keys of a problem lie that a row reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
+#[allow(clippy::exhaustive_enums)]
 pub enum KeyPart {
     /// All keys.
     #[default]

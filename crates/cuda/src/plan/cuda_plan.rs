@@ -124,9 +124,6 @@ impl CudaPlan {
         if problem.kv_storage() == KvStorage::KeyColumns {
             return Err(Unsupported::KeyColumns { codec: problem.k_codec() });
         }
-        if problem.desc().kept.is_some() {
-            return Err(Unsupported::KeptTokens);
-        }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
         let other = stored.into_iter().find(|(_, codec)| *codec != expected);

@@ -23,6 +23,7 @@ use std::sync::{Mutex, PoisonError};
 pub struct GpuStore<D: HostAccess> {
     desc: CacheDesc,
     device: D,
+    find: Option<Find>,
     k: GpuPool<D::Memory>,
     v: GpuPool<D::Memory>,
     means: Vec<Option<Mean<D::Memory>>>,
@@ -83,6 +84,7 @@ impl<D: HostAccess> GpuStore<D> {
             copies: device.zeroed(ScalarType::U32, 64).map_err(StoreError::device)?,
             desc: *desc,
             device,
+            find,
         })
     }
 
@@ -139,7 +141,7 @@ impl<D: HostAccess> GpuStore<D> {
     }
 }
 
-impl<D: HostAccess> PageStore for GpuStore<D>
+impl<D: HostAccess + Clone> PageStore for GpuStore<D>
 where
     D::Memory: 'static,
 {
@@ -152,6 +154,10 @@ where
             StoreError::Cache(refusal) => StoreError::Cache(map(refusal)),
             other => other,
         }
+    }
+
+    fn sibling(&self, desc: &CacheDesc) -> Result<Self, Self::Error> {
+        Self::with_native(self.device.clone(), desc, self.find)
     }
 
     fn desc(&self) -> &CacheDesc {

@@ -50,6 +50,14 @@ pub struct Attend {
     pub chunk: u32,
     /// ALiBi slopes from one sequence to the next; 0 where all sequences share them.
     pub alibi_stride: u32,
+    /// The storage of the keys of the launch: [`ALL_KEYS`], [`CODE_KEYS`], [`FIRST_KEYS`] or [`LAST_KEYS`].
+    pub part: u32,
+    /// Tokens up to a query's own that it reads in 16 bits, where some are kept.
+    pub keep_last: i32,
+    /// The first partial result of a row that the launch stores; other launches store those before.
+    pub first_split: u32,
+    /// Partial results of a row that other launches store.
+    pub other_splits: u32,
     /// Factor of `q . k`: `scale log2 e`, or `scale / softcap` where there is a softcap.
     pub scale: f32,
     /// `softcap log2 e`; 0 where there is none.
@@ -61,6 +69,23 @@ pub struct Attend {
     /// Magnitudes of the levels of values.
     pub v_levels: [u32; 16],
 }
+
+/// All keys of a sequence lie in one storage.
+#[constant]
+pub const ALL_KEYS: u32 = 0;
+/// Keys that are read as codes, where other ones are kept in 16 bits.
+#[constant]
+pub const CODE_KEYS: u32 = 1;
+/// Keys that are kept in 16 bits as the first of their sequence.
+#[constant]
+pub const FIRST_KEYS: u32 = 2;
+/// Keys that are kept in 16 bits as the last of their sequence.
+#[constant]
+pub const LAST_KEYS: u32 = 3;
+
+/// Words of a sequence in `sequences`.
+#[constant]
+pub const SEQUENCE_WORDS: u32 = 9;
 
 /// The multiplier and the shift with which `x / value` is `x * multiplier >> shift`, for every `x` below 2^31 and a value
 /// from 1 to 2^31 - 1.
@@ -81,13 +106,25 @@ impl Attend {
         [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)
     }
 
-    /// Partial results of all rows: one a row and split.
+    /// Partial results of all rows: one a row and split of the launch, and those of other launches.
     pub fn results(&self, splits: u32) -> u64 {
-        self.rows().saturating_mul(u64::from(splits))
+        self.rows().saturating_mul(u64::from(splits) + u64::from(self.other_splits))
     }
 }
 
-/// A sequence of the problem. `sequences` has eight words of each: these seven, and padding.
+/// The partial results of a row of all launches.
+#[device]
+pub fn num_splits(params: &Attend) -> u32 {
+    groups_y() + params.other_splits
+}
+
+/// The partial result of a row that this threadgroup stores.
+#[device]
+pub fn split_index(params: &Attend) -> u32 {
+    params.first_split + group_y()
+}
+
+/// A sequence of the problem. `sequences` has [`SEQUENCE_WORDS`] words of each: these, in order.
 #[device]
 pub struct Sequence {
     /// Batch entry of the queries.
@@ -104,12 +141,16 @@ pub struct Sequence {
     pub kv_len: i32,
     /// Key position of the first query row.
     pub offset: i32,
+    /// First keys that are kept in 16 bits.
+    pub first_len: i32,
+    /// The first key that is kept in 16 bits as one of the last.
+    pub last_from: i32,
 }
 
 /// Reads sequence `index`.
 #[device]
 pub fn sequence_of(sequences: &Buffer<i32>, index: u32) -> Sequence {
-    let at = 8 * index;
+    let at = SEQUENCE_WORDS * index;
     let sequence = Sequence {
         batch: sequences[at] as u32,
         q_start: sequences[at + 1] as u32,
@@ -118,6 +159,8 @@ pub fn sequence_of(sequences: &Buffer<i32>, index: u32) -> Sequence {
         kv_start: sequences[at + 4] as u32,
         kv_len: sequences[at + 5],
         offset: sequences[at + 6],
+        first_len: sequences[at + 7],
+        last_from: sequences[at + 8],
     };
     sequence
 }

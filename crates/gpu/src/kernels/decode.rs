@@ -17,7 +17,7 @@
 //! exact as for f32 queries. The scale of a value row is folded into its probability, so that the largest product is
 //! near 1 whatever the scales are.
 
-use super::attend::Attend;
+use super::attend::{Attend, SEQUENCE_WORDS};
 use super::formats::{BF16, ROT16, TQ4, hadamard_order, padded};
 use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
@@ -440,7 +440,7 @@ fn attend_tiles<
     requires(params.page_divisor[1] < 64 && params.ring_divisor[1] < 64, "shifts of 64 bits"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
-    requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
+    requires(sequences.len() >= (SEQUENCE_WORDS * groups[2]) as usize, "the words of every sequence"),
     requires(partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
     requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
     requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(VALUE_DIM as u64), "partial outputs of every partial result"),

@@ -9,7 +9,7 @@
 //! The division by the number of SIMD groups keeps sums of finite outputs finite. Outputs are added in the order of the SIMD
 //! groups, so that results do not depend on which of them is done first.
 
-use super::attend::Attend;
+use super::attend::{Attend, num_splits, split_index};
 use super::query::{RowTile, lane_query_row, result_of};
 use super::rows::coordinate;
 use super::tile::{Accumulator, shrink_of, weighed};
@@ -143,7 +143,7 @@ pub fn store_partial<
         for n in 0..2usize {
             let row = lane_query_row(tile, t, n);
             if row < tile.rows {
-                let partial = result_of(tile, params, row) * groups_y() + group_y();
+                let partial = result_of(tile, params, row) * num_splits(params) + split_index(params);
                 for j in (simd_index()..2 * V_PAIRS as u32).step_by(SIMD_GROUPS) {
                     let c = coordinate::<V_FORMAT, VALUE_DIM, 8>(matrix_row(), j);
                     let at = 64 * (2 * (t * V_PAIRS) as u32 + j) + 32 * n as u32 + simd_lane();

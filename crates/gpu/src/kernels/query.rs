@@ -3,7 +3,9 @@
 //! A threadgroup has `8 ROW_TILES` query rows of one key/value head. A lane's scores are of `2 ROW_TILES` of them: `[t][n]` is
 //! row `8 t + 2 p + n`, where `p` is its [`matrix_pair`].
 
-use super::attend::{Attend, Sequence, sequence_of};
+use super::attend::{
+    Attend, CODE_KEYS, FIRST_KEYS, LAST_KEYS, Sequence, num_splits, sequence_of, split_index,
+};
 use super::formats::{is_codes, padded};
 use super::rotation::rotate;
 use super::score::LOG2E;
@@ -114,9 +116,9 @@ pub struct VisibleKeys {
     pub end: i32,
 }
 
-/// The keys that a row sees, as far as no mask hides them.
+/// The keys that a row sees, as far as no mask hides them, in any storage.
 #[device]
-pub fn visible_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
+fn seen_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
     let position = tile.sequence.offset + (row / params.group) as i32;
     let mut keys = VisibleKeys {
         begin: position.saturating_sub(params.left).clamp(0, tile.sequence.kv_len),
@@ -132,6 +134,33 @@ pub fn visible_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
     keys
 }
 
+/// Those of the keys that a row sees that lie in the storage of the launch.
+#[device]
+fn keys_of_part(tile: RowTile, row: u32, seen: VisibleKeys, params: &Attend) -> VisibleKeys {
+    let mut keys = VisibleKeys { begin: seen.begin, end: seen.end };
+    let position = tile.sequence.offset + (row / params.group) as i32;
+    let first = tile.sequence.first_len;
+    let last = position.saturating_sub(params.keep_last).saturating_add(1);
+    let last = last.max(tile.sequence.last_from).max(first);
+    if params.part == CODE_KEYS {
+        keys.begin = keys.begin.max(first);
+        keys.end = keys.end.min(last);
+    }
+    if params.part == FIRST_KEYS {
+        keys.end = keys.end.min(first);
+    }
+    if params.part == LAST_KEYS {
+        keys.begin = keys.begin.max(last);
+    }
+    keys
+}
+
+/// The keys that a row sees in the storage of the launch, as far as no mask hides them.
+#[device]
+pub fn visible_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
+    keys_of_part(tile, row, seen_keys(tile, row, params), params)
+}
+
 /// The bound of a row of the tile.
 #[device]
 pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend, has: Features) -> RowBound {
@@ -139,14 +168,15 @@ pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend,
     let head = head_of(tile, params, row);
     let position = tile.sequence.offset + query as i32;
     let mut bound = unseeing_row();
-    let keys = visible_keys(tile, row, params);
+    let seen = seen_keys(tile, row, params);
+    let keys = keys_of_part(tile, row, seen, params);
     bound.begin = keys.begin;
     bound.end = keys.end;
     bound.position = position;
-    if bound.begin < bound.end {
+    if seen.begin < seen.end {
         // The distance to the nearest visible key changes no probability, and would cost the other distances
         // digits of f32: it is a shift of the logsumexp.
-        bound.position = position.clamp(bound.begin, bound.end - 1);
+        bound.position = position.clamp(seen.begin, seen.end - 1);
     }
     if has.alibi {
         bound.result = result_of(tile, params, row);
@@ -240,8 +270,8 @@ pub fn store_shifts<const ROW_TILES: usize>(
     params: &Attend,
     partial_max_sum: &mut Buffer<f32>,
 ) {
-    if group_y() == 0 && simd_index() == 0 && matrix_row() == 0 {
-        let results = params.batches * params.queries * params.q_heads * groups_y();
+    if split_index(params) == 0 && simd_index() == 0 && matrix_row() == 0 {
+        let results = params.batches * params.queries * params.q_heads * num_splits(params);
         for t in 0..ROW_TILES {
             for n in 0..2usize {
                 if lane_query_row(tile, t, n) < tile.rows {

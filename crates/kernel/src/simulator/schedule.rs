@@ -37,6 +37,14 @@ impl std::fmt::Debug for Stack {
     }
 }
 
+/// A simulator of the same seed and limits, with stacks and reports of its own.
+impl Clone for Simulator {
+    fn clone(&self) -> Self {
+        let Self { seed, iterations, stack_bytes, limits, .. } = *self;
+        Self { seed, iterations, stack_bytes, limits, ..Self::default() }
+    }
+}
+
 impl Default for Simulator {
     fn default() -> Self {
         Self::new()

@@ -55,7 +55,7 @@ use self::output::{
 use self::pass::{ScoredBlock, first_column, prefill_pass, step_of, tile_of_group};
 use self::softmax::{products_of, softmax_block};
 use self::stream::{ValueBlock, clear_first, fetch_next, fill_table, no_block, store_keys, store_values};
-use super::attend::Attend;
+use super::attend::{Attend, SEQUENCE_WORDS};
 use super::formats::{ROT16, hadamard_order, has_half_norms, is_codes, is_scaled, padded};
 use super::kv::PAGED_BY_16;
 use super::merge::Merge;
@@ -146,7 +146,7 @@ use flashtile_kernel::prelude::*;
     requires(params.tiles > 0 && groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(is_split || groups[1] == 1, "partial results of splits"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
-    requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
+    requires(sequences.len() >= (SEQUENCE_WORDS * groups[2]) as usize, "the words of every sequence"),
     requires(!has_sinks || sinks.len() >= params.q_heads as usize, "a sink for each head"),
     requires(!with_lse || lse.len() as u64 >= params.rows(), "a logsumexp for each row"),
     requires(K_ORDER == 0 || k_factors.len() >= HEAD_DIM + block_count(K_ORDER, HEAD_DIM), "a factor for each coordinate of a key, and a root for each block"),

@@ -4,7 +4,7 @@
 use super::block::column_coordinate;
 use super::lefts::staged_start;
 use super::pass::{PrefillPass, first_column, lane_row, part_index, team_index};
-use crate::kernels::attend::Attend;
+use crate::kernels::attend::{Attend, num_splits, split_index};
 use crate::kernels::formats::{BF16, F16, F32};
 use crate::kernels::merge::{Merged, lse_of};
 use crate::kernels::query::{RowTile, head_of, result_of};
@@ -387,17 +387,17 @@ pub fn store_max_sum<const V_PAIRS: usize, const ROW_TILES: usize, const TEAM_SI
     has_shift: bool,
     partial_max_sum: &mut Buffer<f32>,
 ) {
-    let results = params.batches * params.queries * params.q_heads * groups_y();
+    let results = params.batches * params.queries * params.q_heads * num_splits(params);
     for m in 0..ROW_TILES {
         for h in 0..2usize {
             let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             let pair = merged_row::<V_PAIRS, ROW_TILES>(state, m, h, 0.0, f32::NEG_INFINITY);
             if row < tile.rows && matrix_pair() == 0 && part_index::<TEAM_SIMDS>() == 0 {
                 let result = result_of(tile, params, row);
-                let partial = result * groups_y() + group_y();
+                let partial = result * num_splits(params) + split_index(params);
                 partial_max_sum[2 * partial] = pair.row_max;
                 partial_max_sum[2 * partial + 1] = pair.row_sum;
-                if has_shift && group_y() == 0 {
+                if has_shift && split_index(params) == 0 {
                     partial_max_sum[2 * results + result] = pass.rows[m][h].shift;
                 }
             }
@@ -426,7 +426,7 @@ pub fn store_partial_out<
         for h in 0..2usize {
             let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
-                let partial = result_of(tile, params, row) * groups_y() + group_y();
+                let partial = result_of(tile, params, row) * num_splits(params) + split_index(params);
                 let start = partial as u64 * VALUE_DIM as u64;
                 for i in 0..V_PAIRS {
                     for n in 0..2usize {
