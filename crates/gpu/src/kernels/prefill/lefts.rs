@@ -25,7 +25,7 @@ pub struct Queries<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usi
 #[device]
 #[inline]
 fn is_direct<const K_FORMAT: u32, const HEAD_DIM: usize, const K_PAIR_WORDS: usize>(centered: bool) -> bool {
-    is_copied(K_FORMAT, HEAD_DIM as u32, K_PAIR_WORDS as u32) && !centered
+    is_copied(K_FORMAT, HEAD_DIM as u32, K_PAIR_WORDS as u32) && !is_codes(K_FORMAT) && !centered
 }
 
 /// The first element of a query row.
