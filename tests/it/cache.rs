@@ -1433,6 +1433,7 @@ fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
         Codec::Tq6 => 5.5e-4,
         Codec::Fp8 => 7.3e-4,
         Codec::Int8 => 4.6e-5,
+        Codec::Rot16 => 1e-7,
         _ if codec.dtype().is_some() => 1e-5,
         _ => 1.2e-2,
     };

@@ -144,9 +144,12 @@ fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
 
 #[test]
 fn forks_cuts_and_snapshots_keep_rows() {
-    for (k, v) in
-        [(Codec::Tq5, Codec::Tq3), (Codec::MlxTq4, Codec::MlxTq8), (Codec::Int8, Codec::MlxTq5Plain)]
-    {
+    for (k, v) in [
+        (Codec::Tq5, Codec::Tq3),
+        (Codec::Rot16, Codec::Tq2),
+        (Codec::MlxTq4, Codec::MlxTq8),
+        (Codec::Int8, Codec::MlxTq5Plain),
+    ] {
         forks_cuts_and_snapshots(k, v);
     }
 }
@@ -187,6 +190,7 @@ fn sizes_are_those_of_the_codes() {
         assert_eq!([256, 512].map(|dim| codec.row_bytes(dim)), [260, 520]);
     }
     for (codec, bytes) in [
+        (Codec::Rot16, 256),
         (Codec::Int8, 130),
         (Codec::Fp8, 130),
         (Codec::Tq6, 98),
@@ -231,6 +235,8 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         (Codec::Tq5, f32::NEG_INFINITY, "holds a NaN or an infinity"),
         (Codec::Fp8, 2.0 * MAX_NORM, "has a norm above 8192"),
         (Codec::Tq2, 1e38, "has a norm above 8192"),
+        (Codec::Rot16, f32::NAN, "holds a NaN or an infinity"),
+        (Codec::Rot16, 1e4, "has a norm above 8192"),
         (Codec::MlxTq4, f32::NAN, "holds a NaN or an infinity"),
         (Codec::MlxTq8Plain, 1e5, "has a norm above 8192"),
     ] {
@@ -545,6 +551,7 @@ fn qualities(set: &AttentionSet, codecs: &[Codec], centered: bool) -> Vec<Qualit
 fn attention_over_normal_keys_is_as_near_as_the_codecs_promise() {
     let set = AttentionSet::normal([4096, 192, 128], 0.0, 5);
     let limits = [
+        (Codec::Rot16, 3e-4, 2e-7),
         (Codec::Int8, 0.009, 3e-5),
         (Codec::Tq6, 0.032, 4e-4),
         (Codec::Tq5, 0.055, 9e-4),

@@ -8,7 +8,7 @@
 use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
 use Codec::{
-    BF16, F16, F32, Fp8, Int8, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain, Tq2, Tq3, Tq4, Tq5, Tq6,
+    BF16, F16, F32, Fp8, Int8, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain, Rot16, Tq2, Tq3, Tq4, Tq5, Tq6,
 };
 use QOffset::{At, BottomRight, TopLeft};
 use With::{
@@ -686,7 +686,8 @@ fn mixed(cases: &mut Cases) {
     cases.of_each_dtype("", &MODELS);
 }
 
-const CODECS: [Codec; 12] = [Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain];
+const CODECS: [Codec; 13] =
+    [Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain, Rot16];
 
 const CODED_STEPS: Lengths<'_> = &[(1, 300), (1, 1), (2, 513), (1, 17)];
 const CODED_MIXED: Lengths<'_> = &[(40, 70), (1, 300), (0, 9), (13, 13), (0, 0), (3, 600), (1, 1)];
@@ -717,8 +718,18 @@ const CODED: [(&str, [usize; 2], usize, &[With<'_>]); 4] = [
     ),
 ];
 
-const PAIRS: [(Codec, Codec); 8] =
-    [(F16, Tq4), (Int8, Tq5), (Tq6, BF16), (Fp8, Int8), (Tq5, Fp8), (F32, Tq3), (BF16, F16), (F16, F32)];
+const PAIRS: [(Codec, Codec); 10] = [
+    (F16, Tq4),
+    (Int8, Tq5),
+    (Tq6, BF16),
+    (Fp8, Int8),
+    (Tq5, Fp8),
+    (F32, Tq3),
+    (BF16, F16),
+    (F16, F32),
+    (Rot16, Tq4),
+    (Int8, Rot16),
+];
 
 /// Rows in mlx-native's format combined with others, in both of its dimensions.
 const MLX_PAIRS: [(Codec, Codec); 4] = [(F16, MlxTq8Plain), (MlxTq8, Tq5), (Int8, MlxTq4), (MlxTq6, MlxTq5)];
@@ -860,7 +871,7 @@ mod tests {
         assert_eq!((of_tables.len(), digest(of_tables)), (868, 0x31ab_b6b9_3bd4_8b2b), "of plain elements");
         assert_eq!(
             (coded.len(), digest(&coded)),
-            (168, 0x6a18_2fda_7289_95e8),
+            (184, 0x7a31_49e9_9ded_c733),
             "of quantized keys and values"
         );
     }

@@ -6,7 +6,7 @@ use flashtile::Dtype;
 use flashtile::QOffset::BottomRight;
 use flashtile_testkit::{Case, Keep, Prepared};
 
-const CODES: [(Dtype, Codec, Codec, [usize; 2]); 9] = [
+const CODES: [(Dtype, Codec, Codec, [usize; 2]); 11] = [
     (Dtype::F16, Int8, Int8, [5, 24]),
     (Dtype::BF16, Tq4, Tq5, [72, 33]),
     (Dtype::F32, Tq2, Tq6, [20, 112]),
@@ -14,6 +14,8 @@ const CODES: [(Dtype, Codec, Codec, [usize; 2]); 9] = [
     (Dtype::BF16, Tq3, Tq4, [3, 1]),
     (Dtype::F32, Tq5, Tq3, [80, 33]),
     (Dtype::F16, Tq4, Int8, [200, 130]),
+    (Dtype::F32, Rot16, Tq3, [80, 33]),
+    (Dtype::BF16, Tq4, Rot16, [72, 33]),
     (Dtype::F32, F16, Tq4, [24, 24]),
     (Dtype::F16, F32, F32, [24, 24]),
 ];

@@ -102,7 +102,7 @@ fn of_codes_by_every_tiling() {
 }
 
 fn codes(by: By) {
-    for (turn, codec) in [Codec::Int8, Codec::Tq4].into_iter().enumerate() {
+    for (turn, codec) in [Codec::Int8, Codec::Tq4, Codec::Rot16].into_iter().enumerate() {
         let keep = |case: Case| case.stored(codec, codec).cached(&[(41, 41)], 50, Keep::All);
         for case in cases(codec.name(), Dtype::F16, keep) {
             for (n, key) in SPOILED.into_iter().enumerate() {
@@ -116,7 +116,7 @@ fn codes(by: By) {
                         &case,
                         prepared,
                         &by.tilings(turn + n + usize::from(values)),
-                        &format!("the scale of key {key} is NaN, of its value: {values}"),
+                        &format!("the scale, or row, of key {key} is NaN, of its value: {values}"),
                     );
                 }
             }

@@ -1,7 +1,7 @@
 //! Tile sizes that the catalogue does not cover, and dimensions that are not powers of two.
 
 use crate::support::{all_pass, runner};
-use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+use Codec::{F32, Fp8, Int8, Rot16, Tq2, Tq3, Tq4, Tq5, Tq6};
 use QOffset::{At, BottomRight};
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
 use flashtile_gpu::tile::{PortableTile, Tiling};
@@ -147,6 +147,7 @@ fn of_prefill_over_codes() {
         (Dtype::F16, Tq4),
         (Dtype::BF16, Tq5),
         (Dtype::BF16, Tq6),
+        (Dtype::F16, Rot16),
     ] {
         stored(tile, dtype, [codec; 2], [64, 64]);
         stored(tile.with_splits(2), dtype, [codec; 2], [64, 64]);
@@ -156,6 +157,8 @@ fn of_prefill_over_codes() {
     stored(tile, Dtype::F16, [Codec::F16, F32], [64, 64]);
     stored(tile, Dtype::BF16, [Codec::BF16, Int8], [64, 64]);
     stored(tile, Dtype::F16, [Tq4, Codec::F16], [33, 64]);
+    stored(tile, Dtype::BF16, [Rot16, Tq4], [64, 64]);
+    stored(tile, Dtype::F32, [Tq4, Rot16], [33, 64]);
 }
 
 #[test]
@@ -179,7 +182,9 @@ fn of_prefill_over_codes_of_mlx_native() {
 #[test]
 fn of_prefill_over_centered_keys() {
     let tile = PortableTile::prefill(32, 16, 2, 1);
-    for (dtype, codec) in [(Dtype::F16, Int8), (Dtype::F16, Tq4), (Dtype::BF16, Codec::BF16)] {
+    for (dtype, codec) in
+        [(Dtype::F16, Int8), (Dtype::F16, Tq4), (Dtype::F16, Rot16), (Dtype::BF16, Codec::BF16)]
+    {
         for splits in [1, 2] {
             let case = Case::new(format!("centered_{codec}_{splits}"), [1, 2, 1, 0, 0, 64, 64], dtype);
             let case = case.stored(codec, codec).cached(&[(20, 83), (3, 3)], 48, Keep::All);
@@ -243,7 +248,7 @@ fn of_elements_of_80_and_96() {
 #[test]
 fn of_codes_of_80_and_96() {
     for dtype in DTYPES {
-        for codec in [Int8, Fp8, Tq2, Tq3, Tq4, Tq5, Tq6] {
+        for codec in [Int8, Fp8, Tq2, Tq3, Tq4, Tq5, Tq6, Rot16] {
             for dim in [80, 96] {
                 let planned = runner(PortableTile::default_decode(codec, dim).with_splits(2));
                 let cases = both("planned", [dim; 2], dtype, [codec; 2]);
