@@ -66,6 +66,8 @@ typedef enum FlashtileCodec {
   FLASHTILE_CODEC_TQ3 = 8,
   // Rotated, a codebook of 2 bits and a scale: 34 bytes.
   FLASHTILE_CODEC_TQ2 = 9,
+  // Rotated, elements as F16 without a scale, beside codes: 256 bytes.
+  FLASHTILE_CODEC_ROT16 = 10,
 } FlashtileCodec;
 
 // Element type of a tensor.

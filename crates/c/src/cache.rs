@@ -54,10 +54,12 @@ pub enum FlashtileCodec {
     Tq3 = 8,
     /// Rotated, a codebook of 2 bits and a scale: 34 bytes.
     Tq2 = 9,
+    /// Rotated, elements as F16 without a scale, beside codes: 256 bytes.
+    Rot16 = 10,
 }
 
 /// The codec of each value of [`FlashtileCodec`].
-const CODECS: [Codec; 10] = [
+const CODECS: [Codec; 11] = [
     Codec::F32,
     Codec::F16,
     Codec::BF16,
@@ -68,6 +70,7 @@ const CODECS: [Codec; 10] = [
     Codec::Tq4,
     Codec::Tq3,
     Codec::Tq2,
+    Codec::Rot16,
 ];
 
 /// Description of a cache.

@@ -376,6 +376,7 @@ fn every_codec_has_the_name_of_its_code() {
         (FlashtileCodec::Tq4, Codec::Tq4),
         (FlashtileCodec::Tq3, Codec::Tq3),
         (FlashtileCodec::Tq2, Codec::Tq2),
+        (FlashtileCodec::Rot16, Codec::Rot16),
     ];
     for (code, codec) in codes {
         steps(FlashtileLayout::Paged, CacheLayout::Paged { pages: 6, page_size: 4 }, (code, codec));
