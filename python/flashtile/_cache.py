@@ -66,7 +66,7 @@ class Layers:
             slot that overwrites its oldest tokens, for sliding windows.
         pages, page_size: pages and tokens of a page, of `"paged"`.
         slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
-        k, v: codecs of keys and values: f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
+        k, v: codecs of keys and values: f32, f16, bf16, rot16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
 
     Raises:
         ValueError, TypeError: where an argument is wrong.

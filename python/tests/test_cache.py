@@ -139,7 +139,7 @@ def test_sequences(rng):
 @pytest.mark.parametrize(
     "given, error, text",
     [
-        ({"k": "int4"}, ValueError, r"k is 'int4', expected a codec: f32, f16, bf16, fp8, int8, tq6, .*mlx-tq8, [^0-9]*"),
+        ({"k": "int4"}, ValueError, r"k is 'int4', expected a codec: f32, f16, bf16, rot16, fp8, int8, tq6, .*mlx-tq8, [^0-9]*"),
         ({"v": None}, ValueError, "v is None, expected a codec"),
         ({"layers": "2"}, TypeError, "layers is '2', expected an integer"),
         ({"page_size": 1.5}, TypeError, "page_size is 1.5, expected an integer"),
@@ -314,7 +314,7 @@ def test_a_mean_of_the_keys(rng, codec, limit):
     assert numpy.array_equal(given, listed) and numpy.array_equal(given, wide) and numpy.array_equal(none, false)
 
 
-@pytest.mark.parametrize("codec", ["f16", "int8", "fp8", "tq6", "tq5", "tq4", "tq3", "tq2"])
+@pytest.mark.parametrize("codec", ["f16", "rot16", "int8", "fp8", "tq6", "tq5", "tq4", "tq3", "tq2"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_other_sequences_change_no_answer(rng, codec, centered):
     """A warm-up of one large key, removed or not, and the sequences of a batch leave the bits of an answer."""
