@@ -22,10 +22,11 @@ pub(super) struct Codecs {
 }
 
 impl Codecs {
-    /// The codecs asked for, or by default all that support any dimension and have fewer bits than f32.
+    /// The codecs asked for, or by default all that support any dimension and have fewer bits than f32. `rot16` has as many bits as
+    /// f16, and is for rows beside codes.
     pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec]) -> failure::Result<Self> {
         let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new() };
-        let usual = |codec: &Codec| codec.supports(1) && *codec != Codec::F32;
+        let usual = |codec: &Codec| codec.supports(1) && ![Codec::F32, Codec::Rot16].contains(codec);
         let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
         for codec in Codec::ALL.into_iter().filter(wanted) {
             let without = pairs.iter().find_map(|pair| {
