@@ -298,6 +298,9 @@ fn changed_bits_of_rows_stay_in_their_token() {
             let max = exact.iter().map(|x| x.abs()).fold(0.0, f64::max);
             for (got, want) in out.iter().zip(exact) {
                 assert_eq!(got.is_nan(), want.is_nan(), "{codec}: bit {at}: {got} {want}");
+                if got.is_nan() {
+                    continue;
+                }
                 // Large keys may change probabilities by their last bit; values may not.
                 let near = (f64::from(*got) - want).abs() <= 1e-3 * max;
                 assert!(side == 0 || near || !max.is_finite(), "{codec}: bit {at}: {got} {want}");
