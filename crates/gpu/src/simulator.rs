@@ -74,7 +74,10 @@ pub fn find(wanted: &Instance) -> Option<Instance> {
         "prefill" => prefills(),
         "merge" => merges(),
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
-        "encode" => vec![native_encode!(bf16, format_id(Codec::Tq4), 128)],
+        "encode" => vec![
+            native_encode!(bf16, format_id(Codec::Tq4), 128),
+            native_encode!(bf16, format_id(Codec::Rot16), 128),
+        ],
         "append" => vec![encode::append::instance::<bf16, { format_id(Codec::BF16) }>()],
         "copy_rows" => vec![cache::copy_rows::instance()],
         "read_codes" => vec![cache::read_codes::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
@@ -130,8 +133,10 @@ macro_rules! all_codecs {
     };
 }
 
+/// Also over tokens that are kept in 16 bits beside [`CODECS`].
 fn decodes() -> Vec<Instance> {
-    all_codecs!(decode)
+    let kept = all_codecs! { decode: f32 f16 Rot16 Rot16; f16 f16 Rot16 Rot16; bf16 f16 Rot16 Rot16; };
+    all_codecs!(decode).into_iter().chain(kept).collect()
 }
 
 fn prefills() -> Vec<Instance> {
