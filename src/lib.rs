@@ -27,7 +27,7 @@ pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{
     CacheDesc, CacheError, CacheLayout, CacheShape, HybridCache, KvCache, SeqId,
 };
-pub use flashtile_core::codec::{Codec, KvView, key_mean};
+pub use flashtile_core::codec::{Codec, KvView, key_factors, key_mean};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 /// The crate of the scalar types `f16` and `bf16`, in the version whose types are [`Element`]s.
 ///
@@ -81,7 +81,7 @@ pub mod cache {
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
         CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, HybridCache, KEPT_STEP,
-        KeptTables, KvCache, PageStore, SeqId, Snapshot,
+        KeptTables, KeyTransformError, KvCache, PageStore, SeqId, Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }
@@ -97,7 +97,8 @@ pub mod codec {
     //! How caches store rows of keys and values.
 
     pub use flashtile_core::codec::{
-        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, RowKind, Side, key_mean,
+        CodePages, Codec, CodesView, EncodeError, KEY_FACTOR_RANGE, KeyTransform, KvView, MAX_NORM,
+        PagesError, RowKind, Side, key_factors, key_mean,
     };
 }
 

@@ -3,7 +3,7 @@
 use super::data::{Find, Want, elements, size};
 use super::device::{filled, values};
 use flashtile_core::cache::{CacheDesc, CacheLayout, CacheShape, PageCopy, PageStore, RowRun};
-use flashtile_core::codec::{CodePages, Codec, Side};
+use flashtile_core::codec::{CodePages, Codec, KeyTransform, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::tensor::TensorView;
 use flashtile_gpu::cache::GpuStore;
@@ -80,7 +80,7 @@ pub(super) fn job(shape: &Shape, operation: Operation) -> Result<(Want, Work), S
     elements(&mut x, dtype, 1);
     let view = TensorView::from_bytes(dtype, &x, of_heads, strides(tokens, dim)).map_err(message)?;
     let mut pages = CodePages::new(KEYS, Side::Keys, of_heads).map_err(message)?;
-    CodePages::check(&view, None).map_err(|(why, _)| message(why))?;
+    CodePages::check(&view, &KeyTransform::default()).map_err(|(why, _)| message(why))?;
     pages.write(0, 0..tokens, &view, 0);
     let codes = || (0..HEADS).flat_map(|head| pages.view().page(0, head).to_vec()).map(f64::from);
     let values =

@@ -4,6 +4,7 @@ use crate::kernels::formats;
 use crate::kernels::formats::{
     BF16, F16, F32, FP8, INT8, MLX4, MLX8, MLX8_PLAIN, ROT16, TQ2, TQ3, TQ4, TQ5, TQ6,
 };
+use crate::kernels::rotation::block_count;
 use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::Problem;
@@ -48,6 +49,27 @@ pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
     Coder::new(codec, dim)
         .and_then(|coder| coder.rotation().map(Rotation::factors))
         .unwrap_or_else(|| vec![0.0])
+}
+
+/// Signs and roots of the rotation of a codec for each head of equalized keys, as kernels take them: `[heads, dim + blocks]`, where the
+/// signs are times the factors `[heads, dim]`. For [`GpuKv::equalized`](crate::tensors::GpuKv::equalized). Empty for a codec that
+/// [takes no factors](Codec::supports_key_factors).
+#[must_use]
+pub fn head_factors(codec: Codec, dim: usize, key_factors: &[f32]) -> Vec<f32> {
+    if !codec.supports_key_factors() || dim == 0 {
+        return Vec::new();
+    }
+    let shared = factors(codec, dim);
+    let of_head = |head: &[f32]| -> Vec<f32> {
+        let factors = head.iter().copied().chain(std::iter::repeat(1.0));
+        shared.iter().zip(factors).map(|(shared, factor)| shared * factor).collect()
+    };
+    key_factors.chunks_exact(dim).flat_map(of_head).collect()
+}
+
+/// Elements of a head in [`head_factors`].
+pub(crate) const fn head_factors_len(codec: Codec, dim: usize) -> usize {
+    dim + block_count(hadamard_order(codec, dim), dim)
 }
 
 /// The tables that kernels read for the codecs of a problem. No list is empty.

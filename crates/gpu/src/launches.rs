@@ -42,6 +42,8 @@ pub struct Strides {
     pub alibi: usize,
     /// Query and key.
     pub tree: [usize; 2],
+    /// Factors of the rotation of equalized keys from head to head; 0 where all heads share them.
+    pub k_factors: usize,
 }
 
 /// Numbers of the sequences, as [`decode()`](crate::kernels::decode::decode()) takes them. `page` is the batch entry of a
@@ -294,6 +296,7 @@ impl Launches {
             page_divisor: divisor(page),
             ring_divisor: if strides.ring { divisor(width) } else { [0; 2] },
             width: count("pages of a sequence", width)?,
+            k_factor_stride: strides.k_factors as u64,
             ..*attend
         };
         let merge = Merge {

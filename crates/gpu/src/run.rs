@@ -3,6 +3,7 @@
 //! A device has memory and launches kernels ([`flashtile_kernel::Device`]). [`Workspace`] is the memory that runs of a plan need there
 //! beside their tensors, and [`Runs`] launches.
 
+use crate::codecs::head_factors_len;
 use crate::error::SessionError;
 use crate::kernels::attend::SEQUENCE_WORDS;
 use crate::kernels::decode::decode;
@@ -177,6 +178,7 @@ fn strides<M: DeviceMemory>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, 
         v: inputs.v.strides,
         aligned: inputs.k.alignment().min(inputs.v.alignment()),
         rows: inputs.k.shape[2],
+        k_factors: inputs.k.factors.map_or(0, |_| head_factors_len(inputs.k.codec, inputs.k.shape[3])),
         ..Strides::default()
     };
     if let Some(tables) = &inputs.tables {
@@ -233,7 +235,7 @@ fn attend<M: DeviceMemory, D: Device<Memory = M>>(
     let groups = [shape.groups[0], splits, shape.groups[2]];
     let (mut out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
     let mut lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
-    let sinks = inputs.sinks.unwrap_or(f32s);
+    let (sinks, k_factors) = (inputs.sinks.unwrap_or(f32s), inputs.k.factors.unwrap_or(k_factors));
     // A call of `prefill` or `decode`: the arguments that both have, and more.
     macro_rules! attend {
         ($kernel:ident { $($more:tt)* }) => {

@@ -429,8 +429,10 @@ pub fn check<M: DeviceMemory, E>(
     let q = dtype("q", inputs.q.view.element())?;
     shapes(q, inputs, page).check(problem)?;
     check_kept(problem, q, inputs)?;
-    if let Some(means) = &inputs.v.means {
-        return Err(RunError::Length { tensor: "v.means", expected: 0, got: means.len() }.into());
+    for (tensor, list) in [("v.means", inputs.v.means), ("v.factors", inputs.v.factors)] {
+        if let Some(list) = list {
+            return Err(RunError::Length { tensor, expected: 0, got: list.len() }.into());
+        }
     }
     let out = (dtype("out", outputs.out.view.element())?, outputs.out.shape);
     inputs::check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))?;
@@ -506,6 +508,7 @@ fn check_elements<M, E>(
         ("k", ScalarType::U8, Some(inputs.k.bytes.element())),
         ("v", ScalarType::U8, Some(inputs.v.bytes.element())),
         ("k.means", ScalarType::F32, inputs.k.means.map(|list| list.element())),
+        ("k.factors", ScalarType::F32, inputs.k.factors.map(|list| list.element())),
         ("tables.table", ScalarType::U32, inputs.tables.map(|tables| tables.table.element())),
         ("tree", ScalarType::U8, inputs.tree.map(mask)),
         ("mask", ScalarType::U8, inputs.mask.map(mask)),

@@ -3,6 +3,7 @@
 //! `M` is the memory of the device. It is allocated by the device, or lent by another library: `Gpu::borrow` of CUDA and of Metal makes
 //! one of a raw address or buffer.
 
+use crate::codecs::head_factors_len;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::RunError;
@@ -48,6 +49,8 @@ pub struct GpuKv<'a, M> {
     pub strides: [usize; 3],
     /// Means `[heads, dim]` of centered keys, f32.
     pub means: Option<View<'a, M>>,
+    /// [`head_factors`](crate::codecs::head_factors) of equalized keys, f32.
+    pub factors: Option<View<'a, M>>,
 }
 
 /// A mask: every axis is 1 or the problem's.
@@ -225,7 +228,14 @@ impl<'a, M> GpuKv<'a, M> {
         // The stride of an axis of a single index may be anything.
         let [batch, head, row, _] = tensor.strides.map(bytes);
         let view = View::new(tensor.view.memory(), span);
-        Ok(Self { bytes: view, codec: dtype.into(), shape, strides: [batch, head, row], means: None })
+        Ok(Self {
+            bytes: view,
+            codec: dtype.into(),
+            shape,
+            strides: [batch, head, row],
+            means: None,
+            factors: None,
+        })
     }
 
     /// Pages of codes `[pages, heads, page_size, dim]`, as [`CodePages`](flashtile_core::codec::CodePages) has them in main memory: a page of
@@ -238,13 +248,21 @@ impl<'a, M> GpuKv<'a, M> {
         shape: [usize; 4],
         [page, head]: [usize; 2],
     ) -> Self {
-        Self { bytes, codec, shape, strides: [page, head, 0], means: None }
+        Self { bytes, codec, shape, strides: [page, head, 0], means: None, factors: None }
     }
 
     /// Sets the means of centered keys, `[heads, dim]`, f32, which are added to every row.
     #[must_use]
     pub const fn centered(mut self, means: View<'a, M>) -> Self {
         self.means = Some(means);
+        self
+    }
+
+    /// Sets the factors of equalized keys, f32, as [`head_factors`](crate::codecs::head_factors) gives them for the factors `[heads, dim]`
+    /// that keys were divided by before they were rotated and encoded, without their mean.
+    #[must_use]
+    pub const fn equalized(mut self, factors: View<'a, M>) -> Self {
+        self.factors = Some(factors);
         self
     }
 
@@ -270,8 +288,8 @@ impl<M: DeviceMemory> GpuKv<'_, M> {
         alignment(self.offsets())
     }
 
-    /// Checks that the view has the bytes that shape and strides reach, that elements and scales are aligned, and that there is a mean for
-    /// each head.
+    /// Checks that the view has the bytes that shape and strides reach, that elements and scales are aligned, and that there are a mean and
+    /// factors for each head.
     pub(crate) fn check(&self, name: &'static str) -> Result<(), RunError> {
         let Self { codec, shape: [batch, heads, rows, dim], strides: [b, h, row], .. } = *self;
         let row_bytes = codec.row_bytes(dim);
@@ -287,7 +305,15 @@ impl<M: DeviceMemory> GpuKv<'_, M> {
             return Err(RunError::Alignment { tensor: name, aligned, got });
         }
         let (expected, got) = (heads.saturating_mul(dim), self.means.map_or(usize::MAX, |means| means.len()));
-        if got < expected { Err(RunError::Length { tensor: "k.means", expected, got }) } else { Ok(()) }
+        if got < expected {
+            return Err(RunError::Length { tensor: "k.means", expected, got });
+        }
+        let Some(factors) = self.factors else { return Ok(()) };
+        let of_head = if codec.supports_key_factors() { head_factors_len(codec, dim) } else { 0 };
+        let (expected, got) = (heads.saturating_mul(of_head), factors.len());
+        // A codec that takes no factors has none, not even superfluous ones.
+        let fits = if of_head == 0 { got == 0 } else { got >= expected };
+        if fits { Ok(()) } else { Err(RunError::Length { tensor: "k.factors", expected, got }) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tensors of the host, copied to the memory of a device and back.
 
 use crate::array::rows;
-use crate::codecs::scalar_type;
+use crate::codecs::{head_factors, scalar_type};
 use crate::tensors::{
     GpuInputs, GpuKeptInputs, GpuKeptPages, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut,
 };
@@ -49,6 +49,7 @@ struct Kv<M> {
     /// In bytes.
     strides: [usize; 3],
     means: Option<M>,
+    factors: Option<M>,
 }
 
 /// A block table.
@@ -154,11 +155,11 @@ impl<M> Kv<M> {
         placement: Placement,
     ) -> Result<Self, D::Error> {
         let (codec, shape) = (view.codec(), view.shape());
-        let (bytes, strides, means) = match view {
+        let (bytes, strides) = match view {
             KvView::Elements(view) => {
                 let copied = placement.strides(shape, view.strides());
                 let [batch, head, row, _] = copied.0.map(|stride| stride * view.dtype().bytes());
-                (bytes_of(view, copied), [batch, head, row], None)
+                (bytes_of(view, copied), [batch, head, row])
             }
             KvView::Codes(codes) => {
                 let [pages, heads, ..] = shape;
@@ -170,11 +171,20 @@ impl<M> Kv<M> {
                     let from = codes.page(page, head);
                     to[..from.len()].copy_from_slice(from);
                 }
-                (bytes, [heads * stride, stride, 0], codes.means())
+                (bytes, [heads * stride, stride, 0])
             }
         };
-        let means = means.map(|means| list(device, means)).transpose()?;
-        Ok(Self { memory: filled(device, ScalarType::U8, &bytes)?, codec, shape, strides, means })
+        let transform = view.key_transform();
+        let list = |values: Option<&[f32]>| values.map(|values| list(device, values)).transpose();
+        let factors = transform.factors().map(|factors| head_factors(codec, shape[3], factors));
+        Ok(Self {
+            memory: filled(device, ScalarType::U8, &bytes)?,
+            codec,
+            shape,
+            strides,
+            means: list(transform.mean())?,
+            factors: list(factors.as_deref())?,
+        })
     }
 }
 
@@ -205,13 +215,14 @@ impl<M: DeviceMemory> Tables<M> {
 
 impl<M: DeviceMemory> Kv<M> {
     fn view(&self) -> GpuKv<'_, M> {
-        let Self { memory, codec, shape, strides, means } = self;
+        let Self { memory, codec, shape, strides, means, factors } = self;
         GpuKv {
             bytes: memory.view(),
             codec: *codec,
             shape: *shape,
             strides: *strides,
             means: means.as_ref().map(M::view),
+            factors: factors.as_ref().map(M::view),
         }
     }
 }

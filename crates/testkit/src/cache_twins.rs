@@ -52,7 +52,11 @@ enum Operation {
 }
 
 /// Elements on a device, of f32 or rounded to bf16.
-fn on_device<D: HostAccess + Clone>(device: &D, element: ScalarType, values: &[f32]) -> Result<D::Memory, String> {
+fn on_device<D: HostAccess + Clone>(
+    device: &D,
+    element: ScalarType,
+    values: &[f32],
+) -> Result<D::Memory, String> {
     let bytes: Vec<u8> = if element == ScalarType::F32 {
         values.iter().flat_map(|x| x.to_ne_bytes()).collect()
     } else {
@@ -115,6 +119,22 @@ where
             let mean: Vec<f32> = (0..kv_heads * head_dim).map(|_| self.rng.normal()).collect();
             self.host.set_key_mean(layer, &mean).map_err(|e| e.to_string())?;
             self.device.set_key_mean(layer, &mean).map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Gives both caches factors of the keys of every layer.
+    ///
+    /// # Errors
+    /// The reason why one of the caches refuses factors.
+    pub fn equalize(&mut self) -> Result<(), String> {
+        let CacheDesc { layers, kv_heads, head_dim, .. } = *self.host.desc();
+        for layer in 0..layers {
+            // Of both signs, and not so small that rows become too long.
+            let factor = |n: usize| if n % 3 == 1 { -1.0 } else { 1.0 } * (0.4 * self.rng.normal()).exp();
+            let factors: Vec<f32> = (0..kv_heads * head_dim).map(factor).collect();
+            self.host.set_key_factors(layer, &factors).map_err(|e| e.to_string())?;
+            self.device.set_key_factors(layer, &factors).map_err(|e| e.to_string())?;
         }
         Ok(())
     }

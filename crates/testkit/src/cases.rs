@@ -4,8 +4,7 @@ use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 use super::rng::Rng;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::block_tables::NO_PAGE;
-use flashtile_core::codec::{CodePages, Side};
-use flashtile_core::codec::{Codec, KvView};
+use flashtile_core::codec::{CodePages, Codec, KeyTransform, KvView, Side};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::{Inputs, KeptInputs, KeptPages};
 use flashtile_core::problem::{Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
@@ -107,6 +106,8 @@ pub struct Case {
     pub centered: bool,
     /// First tokens of each sequence that are kept in 16 bits, if some are.
     pub keep_first: usize,
+    /// True if the channels of keys have unequal magnitudes, by factors that keys are divided by before they are quantized.
+    pub equalized: bool,
 }
 
 impl Case {
@@ -129,6 +130,7 @@ impl Case {
             alibi_per_sequence: false,
             centered: false,
             keep_first: 0,
+            equalized: false,
         }
     }
 
@@ -163,6 +165,13 @@ impl Case {
     #[must_use]
     pub fn centered(mut self) -> Self {
         self.centered = true;
+        self
+    }
+
+    /// With channels of keys of unequal magnitudes.
+    #[must_use]
+    pub fn equalized(mut self) -> Self {
+        self.equalized = true;
         self
     }
 
@@ -393,10 +402,12 @@ struct Generator<'a> {
     rng: Rng,
 }
 
-/// The distribution of a tensor's elements: normal, around a mean for each head and dimension, or around 0 if that is empty.
+/// The distribution of a tensor's elements: normal, with this deviation, times a factor and around a mean for each head and dimension,
+/// where there are some.
 struct Distribution<'a> {
     std_dev: f32,
     mean: &'a [f32],
+    factors: &'a [f32],
 }
 
 /// A row of a tensor: the batch entry or the page, and the row in it.
@@ -405,7 +416,7 @@ type Row = (usize, usize);
 impl Generator<'_> {
     fn queries(&mut self) -> Guarded {
         let (shape, dtype) = (self.problem.dims().q_shape(), self.problem.dtype());
-        let distribution = Distribution { std_dev: self.case.gain, mean: &[] };
+        let distribution = Distribution { std_dev: self.case.gain, mean: &[], factors: &[] };
         let rows: Vec<Vec<Row>> =
             self.problem.sequences().iter().map(|s| span(s.batch, s.q_start, s.q_len)).collect();
         self.tensor(dtype, shape, &distribution, &rows)
@@ -427,13 +438,20 @@ impl Generator<'_> {
             let mut rng = Rng::new(99);
             (0..dims.kv_heads * dim).map(|_| 4.0 * rng.normal()).collect::<Vec<f32>>()
         });
+        let is_equalized = self.case.equalized && side == Side::Keys;
+        let factors = is_equalized.then(|| {
+            let mut rng = Rng::new(98);
+            let factor = |_| if rng.below(2) == 0 { 1.0 } else { -1.0 } * rng.normal().exp();
+            (0..dims.kv_heads * dim).map(factor).collect::<Vec<f32>>()
+        });
         let rows: Vec<Vec<Row>> =
             self.problem.sequences().iter().enumerate().map(|(index, s)| self.kv_rows(index, s)).collect();
-        let distribution = Distribution { std_dev: 1.0, mean: mean.as_deref().unwrap_or_default() };
+        let [mean_of, factors_of] = [&mean, &factors].map(|list| list.as_deref().unwrap_or_default());
+        let distribution = Distribution { std_dev: 1.0, mean: mean_of, factors: factors_of };
         let dtype = codec.dtype().unwrap_or(self.problem.dtype());
         let tensor = self.tensor(dtype, shape, &distribution, &rows);
         let pages = CodePages::new(codec, side, shape).ok().map(|mut pages| {
-            pages.set_mean(mean);
+            pages.set_key_transform(KeyTransform::new(mean, factors));
             store(&mut pages, &tensor, &rows.concat());
             pages
         });
@@ -466,7 +484,9 @@ impl Generator<'_> {
                 for &(entry, row) in rows {
                     for d in 0..dim {
                         let mean = distribution.mean.get(h * dim + d).copied().unwrap_or(0.0);
-                        tensor.set([entry, h, row, d], distribution.std_dev * self.rng.normal() + mean);
+                        let factor = distribution.factors.get(h * dim + d).copied().unwrap_or(1.0);
+                        let std_dev = distribution.std_dev * factor;
+                        tensor.set([entry, h, row, d], std_dev * self.rng.normal() + mean);
                     }
                 }
             }

@@ -1,6 +1,7 @@
 //! Why a cache operation is refused, with the values that caused it.
 
 use super::desc::KEPT_STEP;
+use super::key_checks::KeyTransformError;
 use super::seq_id::SeqId;
 use crate::codec::{Codec, EncodeError};
 use crate::problem::KeyColumnsError;
@@ -146,11 +147,8 @@ pub enum CacheError {
         /// The codec of the rows.
         got: Codec,
     },
-    /// Rows to be loaded were stored with another mean than the layer's.
-    Mean {
-        /// The layer.
-        layer: usize,
-    },
+    /// Mean or factors of keys are refused, or differ from the cache's.
+    KeyTransform(KeyTransformError),
     /// A row cannot be stored in a quantizing codec.
     Row {
         /// The layer.
@@ -163,25 +161,6 @@ pub enum CacheError {
         row: usize,
         /// The reason.
         why: EncodeError,
-    },
-    /// The length of a mean is not that of a row of all heads.
-    MeanLength {
-        /// Elements of the mean.
-        got: usize,
-        /// `kv_heads * head_dim`.
-        expected: usize,
-    },
-    /// A mean has a NaN or an infinity.
-    MeanNotFinite,
-    /// The layer already has rows, so that its mean cannot change.
-    MeanFixed {
-        /// The layer.
-        layer: usize,
-    },
-    /// A mean for keys that are not quantized.
-    MeanOfElements {
-        /// The codec of the keys.
-        codec: Codec,
     },
     /// The bytes are not a snapshot that this version can read.
     SnapshotHeader {
@@ -203,12 +182,6 @@ pub enum CacheError {
         end: usize,
         /// The largest length.
         max: usize,
-    },
-    /// The keys of a snapshot have another mean than the cache has, or one of the two has none:
-    /// [`KvCache::set_key_mean`](super::KvCache::set_key_mean) takes that of [`Snapshot::key_mean`](super::Snapshot::key_mean).
-    SnapshotMean {
-        /// The first layer whose mean differs.
-        layer: usize,
     },
     /// The number of pairs of tensors is not the number of layers.
     LayerCount {
@@ -271,7 +244,11 @@ pub enum CacheError {
 impl CacheError {
     /// The error with the layer that it names, if it names one, replaced by another.
     pub(super) fn map_layer(mut self, map: impl FnOnce(usize) -> usize) -> Self {
-        if let Self::Row { layer, .. } | Self::Mean { layer } | Self::MeanFixed { layer } = &mut self {
+        if let Self::Row { layer, .. }
+        | Self::KeyTransform(
+            KeyTransformError::Rows { layer, .. } | KeyTransformError::Fixed { layer },
+        ) = &mut self
+        {
             *layer = map(*layer);
         }
         self
@@ -338,19 +315,9 @@ impl fmt::Display for CacheError {
                 write!(f, "{tensor} is stored as {codec}, which is not codes")
             }
             Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
-            Self::Mean { layer } => {
-                write!(f, "rows for layer {layer} were stored with another mean than this cache has")
-            }
+            Self::KeyTransform(error) => error.fmt(f),
             Self::Row { layer, tensor, head, row, why } => {
                 write!(f, "layer {layer}: row {row} of head {head} of {tensor} {why}")
-            }
-            Self::MeanLength { got, expected } => {
-                write!(f, "mean has {got} elements, expected {expected}: kv_heads * head_dim")
-            }
-            Self::MeanNotFinite => f.write_str("mean holds a NaN or an infinity"),
-            Self::MeanFixed { layer } => write!(f, "layer {layer} has rows: the mean of its keys is fixed"),
-            Self::MeanOfElements { codec } => {
-                write!(f, "keys are stored as {codec}, expected a quantizing codec for a mean")
             }
             Self::SnapshotHeader { field } => {
                 write!(f, "snapshot has another {field} than this version reads")
@@ -360,9 +327,6 @@ impl fmt::Display for CacheError {
             }
             Self::SnapshotRange { first, end, max } => {
                 write!(f, "snapshot keeps tokens {first}..{end}, expected a range that ends by {max}")
-            }
-            Self::SnapshotMean { layer } => {
-                write!(f, "snapshot has keys of layer {layer} with another mean than this cache has")
             }
             Self::LayerCount { got, layers } => {
                 write!(f, "{got} pairs of k and v, expected one for each of {layers} layers")

@@ -215,6 +215,16 @@ impl<S: PageStore> HybridCache<S> {
         set.map_err(|error| name_layer::<S>(error, &self.layers, group))
     }
 
+    /// Sets the factors that the keys of a layer are divided by, as [`KvCache::set_key_factors`].
+    ///
+    /// # Errors
+    /// As [`KvCache::set_key_factors`].
+    pub fn set_key_factors(&mut self, layer: usize, factors: &[f32]) -> Result<(), S::Error> {
+        let GroupLayer { group, layer } = self.find(layer)?;
+        let set = self.groups[group].set_key_factors(layer, factors);
+        set.map_err(|error| name_layer::<S>(error, &self.layers, group))
+    }
+
     /// Shortens a sequence to `len` tokens in all layers.
     ///
     /// # Errors

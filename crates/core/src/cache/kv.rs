@@ -3,13 +3,15 @@
 use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::kept::{Kept, KeptTables};
+use super::key_checks::KeyTransformError;
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
 use super::store::HostStore;
 use super::table::{PageCopy, RowRun, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
-use crate::codec::{CodePages, KvView, Side};
+use crate::codec::key_transform::IDENTITY;
+use crate::codec::{CodePages, KeyTransform, KvView, Side};
 use crate::inputs::{Inputs, KeptInputs, KeptPages};
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -28,7 +30,7 @@ pub struct KvCache<S: PageStore = HostStore> {
     store: S,
     /// Slots of the tokens that are kept in 16 bits.
     kept: Kept<S>,
-    /// `[layers]`: whether rows have been stored, which fixes the mean of the layer's keys.
+    /// `[layers]`: whether rows have been stored, which fixes the transform of the layer's keys.
     written: Vec<bool>,
     /// Scratch memory, empty between operations.
     copies: Vec<PageCopy>,
@@ -89,11 +91,11 @@ impl KvCache {
     /// slots `[1, kv_heads, capacity, dim]` in the codecs of the cache, such as [`CodePages::from_mlx`] makes: each
     /// kept token `j` becomes row `j % capacity`. Add tokens to a new sequence by [`KvCache::extend`] first. Pages
     /// shared with another sequence are copied first, in all layers. Keys must have been stored with the layer's mean
-    /// ([`KvCache::set_key_mean`]), or both without one.
+    /// and factors ([`KvCache::set_key_mean`], [`KvCache::set_key_factors`]), or both without.
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`] (also if a slot has fewer rows than there are kept tokens),
-    /// [`CacheError::Codec`], [`CacheError::NotKeyColumns`], [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::Codec`], [`CacheError::NotKeyColumns`], [`CacheError::KeyTransform`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`],
     /// [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
     pub fn load(
         &mut self,
@@ -120,13 +122,10 @@ impl KvCache {
         if of.v.is_none() && !v.is_first_columns_of(k) {
             return Err(CacheError::NotKeyColumns);
         }
-        let mean_of = |slot: &KvView<'_>| match slot {
-            KvView::Elements(_) => None,
-            KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
-        };
-        let v_has_mean = of.v.is_some() && mean_of(v).is_some();
-        if mean_of(k).as_deref() != of.k.codes().and_then(CodePages::mean) || v_has_mean {
-            return Err(CacheError::Mean { layer });
+        let v_transform = if of.v.is_some() { v.key_transform() } else { &IDENTITY };
+        let differs = self.store.key_transform(layer).difference(k.key_transform());
+        if let Some(part) = differs.or(IDENTITY.difference(v_transform)) {
+            return Err(KeyTransformError::Rows { layer, part }.into());
         }
         self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
         self.copy_pages()?;
@@ -174,7 +173,7 @@ impl KvCache {
         let size = capacity.saturating_mul(heads).saturating_mul(bytes.len());
         let mut slot = CodePages::new(codec, side, [1, heads, capacity, dim])
             .map_err(|_| CacheError::Memory { bytes: size })?;
-        slot.set_mean(codes.mean().map(<[f32]>::to_vec));
+        slot.set_key_transform(codes.key_transform().clone());
         for run in self.table.runs(seq, kept.clone())? {
             for (head, token) in (0..heads).flat_map(|head| (0..run.tokens).map(move |token| (head, token))) {
                 codes.export(run.page, head, run.row + token, &mut bytes);
@@ -231,7 +230,7 @@ impl KvCache {
         layer: usize,
         tables: &'a KeptTables,
     ) -> Result<KeptInputs<'a>, CacheError> {
-        let pages = |cache: Option<&'a Self>, tables: &'a Option<BlockTables>| {
+        let pages = |cache: Option<&'a Self>, tables: &'a Option<BlockTables>| -> Result<_, CacheError> {
             let (Some(cache), Some(tables)) = (cache, tables) else { return Ok(None) };
             let (k, v) = cache.kv_pages(layer)?;
             Ok(Some(KeptPages { k, v, tables }))
@@ -439,27 +438,61 @@ impl<S: PageStore> KvCache<S> {
     /// ```
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`],
-    /// or [`CacheError::MeanOfElements`] if keys are not quantized.
+    /// [`CacheError::Layer`], or [`CacheError::KeyTransform`] with [`KeyTransformError::Length`], [`KeyTransformError::MeanNotFinite`],
+    /// [`KeyTransformError::Fixed`], or [`KeyTransformError::MeanOfElements`] if keys are not quantized.
     pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), S::Error> {
         self.desc.check_layer(layer)?;
-        let expected = self.desc.kv_heads * self.desc.head_dim;
-        if mean.len() != expected {
-            return Err(CacheError::MeanLength { got: mean.len(), expected }.into());
-        }
-        if !mean.iter().all(|x| x.is_finite()) {
-            return Err(CacheError::MeanNotFinite.into());
-        }
+        self.desc.check_key_mean(mean).map_err(CacheError::from)?;
+        let transform = self.open_key_transform(layer)?;
+        self.set_key_transform(layer, &transform.with_mean(mean.to_vec()))
+    }
+
+    /// Sets the factors `[kv_heads, head_dim]` that the keys of a layer are divided by, after the mean is subtracted and before they are
+    /// rotated and quantized. Queries are multiplied by them, so that scores change by rounding only ([`KeyTransform`]). Keys with a few
+    /// channels that are much larger than the others need it at 2 to 4 bits: a rotation spreads the error of the large channels over all.
+    /// A factor may be negative, which gives the channel the opposite sign in the random signs of the rotation.
+    ///
+    /// The factors are constants of the model, measured once, from the keys of a representative prompt, by
+    /// [`codec::key_factors`](crate::codec::key_factors). Like the mean, they cannot change once rows are stored in the layer.
+    ///
+    /// ```
+    /// use flashtile::codec::{key_factors, key_mean};
+    /// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache, TensorView};
+    /// let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 64, value_dim: 64 };
+    /// let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
+    /// let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::Tq3))?;
+    /// let keys: Vec<f32> = (0..200 * 64).map(|n| (n % 64 + 1) as f32 * ((n * n % 7) as f32 - 3.0)).collect();
+    /// let keys = TensorView::packed(&keys, [200, 1, 64])?; // of layer 0, of a prompt of 200 tokens
+    /// let mean = key_mean(&keys);
+    /// cache.set_key_mean(0, &mean)?;
+    /// cache.set_key_factors(0, &key_factors(&keys, &mean, 0.5))?;
+    /// let factors = cache.key_factors(0)?.unwrap();
+    /// assert!(factors[60] > 5.0 * factors[0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], or [`CacheError::KeyTransform`] with [`KeyTransformError::Length`], [`KeyTransformError::FactorRange`],
+    /// [`KeyTransformError::Fixed`], or [`KeyTransformError::FactorsOfCodec`] unless the codec of the keys
+    /// [takes factors](crate::codec::Codec::supports_key_factors).
+    pub fn set_key_factors(&mut self, layer: usize, factors: &[f32]) -> Result<(), S::Error> {
+        self.desc.check_layer(layer)?;
+        self.desc.check_key_factors(factors).map_err(CacheError::from)?;
+        let transform = self.open_key_transform(layer)?;
+        self.set_key_transform(layer, &transform.with_factors(factors.to_vec()))
+    }
+
+    /// Sets the transform of a layer's keys, also of those that are kept in 16 bits.
+    fn set_key_transform(&mut self, layer: usize, transform: &KeyTransform) -> Result<(), S::Error> {
+        self.stores_mut().try_for_each(|store| store.set_key_transform(layer, transform.clone()))
+    }
+
+    /// The transform of a layer's keys, which may still change.
+    fn open_key_transform(&self, layer: usize) -> Result<KeyTransform, CacheError> {
         if self.written[layer] {
-            return Err(CacheError::MeanFixed { layer }.into());
+            return Err(KeyTransformError::Fixed { layer }.into());
         }
-        if self.desc.k.dtype().is_some() {
-            return Err(CacheError::MeanOfElements { codec: self.desc.k }.into());
-        }
-        for cache in self.kept.caches_mut() {
-            cache.store.set_key_mean(layer, mean.to_vec())?;
-        }
-        self.store.set_key_mean(layer, mean.to_vec())
+        Ok(self.store.key_transform(layer).clone())
     }
 
     /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, if one is set.
@@ -467,8 +500,24 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::Layer`].
     pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, S::Error> {
+        Ok(self.key_transform(layer)?.mean())
+    }
+
+    /// The factors `[kv_heads, head_dim]` that the keys of a layer are divided by, if they are set.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_factors(&self, layer: usize) -> Result<Option<&[f32]>, S::Error> {
+        Ok(self.key_transform(layer)?.factors())
+    }
+
+    /// The transform of the keys of a layer before they are encoded: mean and factors.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_transform(&self, layer: usize) -> Result<&KeyTransform, S::Error> {
         self.desc.check_layer(layer)?;
-        Ok(self.store.key_mean(layer))
+        Ok(self.store.key_transform(layer))
     }
 
     /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has
@@ -526,29 +575,28 @@ impl<S: PageStore> KvCache<S> {
         reserve(&mut bytes, size)?;
         bytes.resize(size, 0);
         self.store.export(&self.runs(seq, kept.clone(), 0)?, kept.len(), &mut bytes)?;
-        let means =
-            (0..self.desc.layers).map(|layer| self.store.key_mean(layer).map(<[f32]>::to_vec)).collect();
+        let transforms = (0..self.desc.layers).map(|layer| self.store.key_transform(layer).clone()).collect();
         let [first, last] =
             self.kept_caches().map(|cache| cache.map(|cache| cache.snapshot(seq)).transpose());
         let parts = [first?.map(Box::new), last?.map(Box::new)];
-        Ok(Snapshot { desc: self.desc, kept, bytes, means, parts })
+        Ok(Snapshot { desc: self.desc, kept, bytes, transforms, parts })
     }
 
     /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
     /// their positions. A ring keeps as many of the last tokens as it has room for.
     ///
-    /// The means of the cache's layers must be the snapshot's, because its rows lack them, also where neither has rows
-    /// yet: they hold for all sequences of the cache, so that a snapshot does not set them. [`Snapshot::key_mean`] has
-    /// the mean to give to [`KvCache::set_key_mean`] of a new cache.
+    /// Means and factors of the cache's layers must be the snapshot's, because its rows are relative to them, also where neither has rows
+    /// yet: they hold for all sequences of the cache, so that a snapshot does not set them. [`Snapshot::key_mean`] and
+    /// [`Snapshot::key_factors`] have the values to give to [`KvCache::set_key_mean`] and [`KvCache::set_key_factors`] of a new cache.
     ///
     /// # Errors
-    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotStorage`], [`CacheError::SnapshotMean`],
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotStorage`], [`CacheError::KeyTransform`],
     /// [`CacheError::Capacity`], [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, S::Error> {
         snapshot.check(&self.desc)?;
-        for (layer, mean) in snapshot.means.iter().enumerate() {
-            if self.store.key_mean(layer) != mean.as_deref() {
-                return Err(CacheError::SnapshotMean { layer }.into());
+        for (layer, transform) in snapshot.transforms.iter().enumerate() {
+            if let Some(part) = self.store.key_transform(layer).difference(transform) {
+                return Err(CacheError::from(KeyTransformError::Snapshot { layer, part }).into());
             }
         }
         let seq = self.table.restore(snapshot.kept.clone())?;

@@ -3,6 +3,7 @@
 use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::table::{PageCopy, RowRun};
+use crate::codec::KeyTransform;
 
 /// The memory of a cache: pages of keys and values of every layer, on the host or on a device.
 ///
@@ -49,14 +50,14 @@ pub trait PageStore {
     /// [`CacheError::Row`], and [`CacheError::NotKeyColumns`] where values are columns of the keys.
     fn check(&self, layer: usize, k: &Self::Rows<'_>, v: &Self::Rows<'_>) -> Result<(), Self::Error>;
 
-    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are encoded.
-    fn key_mean(&self, layer: usize) -> Option<&[f32]>;
+    /// The transform `[kv_heads, head_dim]` of the keys of a layer before they are encoded.
+    fn key_transform(&self, layer: usize) -> &KeyTransform;
 
-    /// Sets that mean, in a layer without rows whose keys are codes.
+    /// Sets that transform, in a layer without rows whose keys are codes.
     ///
     /// # Errors
     /// Errors of the store's memory.
-    fn set_key_mean(&mut self, layer: usize, mean: Vec<f32>) -> Result<(), Self::Error>;
+    fn set_key_transform(&mut self, layer: usize, transform: KeyTransform) -> Result<(), Self::Error>;
 
     /// Checks that every row written since the last call was stored. Waits for a device; a store that refuses rows in
     /// [`PageStore::check`] has nothing to report.
@@ -83,7 +84,7 @@ pub trait PageStore {
         v: &Self::Rows<'_>,
     ) -> Result<(), Self::Error>;
 
-    /// Fills rows of tensors from a layer, decoded and with the mean added.
+    /// Fills rows of tensors from a layer, decoded and with the transform undone.
     ///
     /// # Errors
     /// Errors of the store's memory.

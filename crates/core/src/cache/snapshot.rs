@@ -3,7 +3,7 @@
 use super::desc::{CacheDesc, CacheLayout, CacheShape};
 use super::error::CacheError;
 use super::table::reserve;
-use crate::codec::Codec;
+use crate::codec::{Codec, KeyTransform};
 use crate::limits::MAX_LEN;
 use crate::problem::KvStorage;
 use std::ops::Range;
@@ -21,7 +21,11 @@ const KEY_COLUMNS: &str = "key_columns";
 /// Bytes of a codec's name, padded with zeros.
 const NAME: usize = 16;
 
-/// Bytes before the flags of means: the magic, six integers of 8 bytes, two names.
+/// Bits of a layer's flag.
+const HAS_MEAN: u8 = 1;
+const HAS_FACTORS: u8 = 2;
+
+/// Bytes before the flags of layers: the magic, six integers of 8 bytes, two names.
 const HEADER: usize = 16 + 6 * 8 + 2 * NAME;
 
 /// Splits off the first `n` bytes; `None` if there are fewer.
@@ -29,13 +33,6 @@ fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
     let (first, after) = rest.split_at_checked(count)?;
     *rest = after;
     Some(first)
-}
-
-/// A mean of `size` bytes.
-fn read_mean(rest: &mut &[u8], size: usize) -> Result<Vec<f32>, CacheError> {
-    let bytes = take(rest, size).unwrap_or_default();
-    let mean: Vec<f32> = bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
-    if mean.iter().all(|x| x.is_finite()) { Ok(mean) } else { Err(CacheError::MeanNotFinite) }
 }
 
 /// The snapshots of the tokens that were kept in 16 bits, from the last bytes of a snapshot of `got` bytes.
@@ -62,7 +59,7 @@ fn read_parts(bytes: &[u8], got: usize) -> Result<[Option<Box<Snapshot>>; 2], Ca
 }
 
 /// The kept tokens of a sequence in every layer, as owned bytes: stored rows without conversion. It can be restored
-/// into any cache with the same layers, heads, dimensions, codecs and key means, whatever its layout.
+/// into any cache with the same layers, heads, dimensions, codecs, key means and key factors, whatever its layout.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// Dimensions and codecs of the rows; the layout does not matter.
@@ -70,8 +67,8 @@ pub struct Snapshot {
     pub(super) kept: Range<usize>,
     /// `[layers]` of K `[kv_heads, kept, row]` and, where values have rows of their own, V `[kv_heads, kept, row]`.
     pub(super) bytes: Vec<u8>,
-    /// `[layers]`: means that were subtracted from the keys.
-    pub(super) means: Vec<Option<Vec<f32>>>,
+    /// `[layers]`: transforms of the keys before they were encoded.
+    pub(super) transforms: Vec<KeyTransform>,
     /// The first and the last tokens that were kept in 16 bits.
     pub(super) parts: [Option<Box<Snapshot>>; 2],
 }
@@ -116,17 +113,31 @@ impl Snapshot {
     /// [`CacheError::Layer`].
     pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
         self.desc.check_layer(layer)?;
-        Ok(self.means[layer].as_deref())
+        Ok(self.transforms[layer].mean())
     }
 
-    /// The snapshot as bytes to store or send: a header of 96 bytes, a byte per layer that says whether its keys have
-    /// a mean, the means as f32, and the rows of [`Snapshot::as_bytes`]. Where tokens were kept in 16 bits, the first and the last of them
-    /// follow: for each a number of bytes, which may be 0, and as many bytes, a snapshot of their own. Integers and floats are in native
-    /// byte order.
+    /// The factors `[kv_heads, head_dim]` that the keys of a layer were divided by, if there were any. A new cache needs them by
+    /// [`KvCache::set_key_factors`](super::KvCache::set_key_factors) before the snapshot is restored into it.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_factors(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
+        self.desc.check_layer(layer)?;
+        Ok(self.transforms[layer].factors())
+    }
+
+    /// Lists of the transforms: of each layer the mean, then the factors.
+    fn lists(&self) -> impl Iterator<Item = &[f32]> {
+        self.transforms.iter().flat_map(|of| [of.mean(), of.factors()]).flatten()
+    }
+
+    /// The snapshot as bytes to store or send: a header of 96 bytes; a byte per layer, whose bit 0 is set if its keys have a mean, and
+    /// bit 1 if they have factors; mean and factors of each layer as f32; and the rows of [`Snapshot::as_bytes`]. Where tokens were
+    /// kept in 16 bits, the first and the last of them follow: for each a number of bytes, which may be 0, and as many bytes, a snapshot
+    /// of their own. Integers and floats are in native byte order.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let desc = &self.desc;
-        let means = self.means.iter().flatten().flatten();
         let mut bytes = Vec::with_capacity(self.header_bytes() + self.bytes.len());
         bytes.extend(MAGIC);
         let has_kept = self.parts.iter().any(Option::is_some);
@@ -143,8 +154,11 @@ impl Snapshot {
             let name = name.bytes();
             bytes.extend(name.chain(std::iter::repeat(0)).take(NAME));
         }
-        bytes.extend(self.means.iter().map(|mean| u8::from(mean.is_some())));
-        bytes.extend(means.flat_map(|x| x.to_ne_bytes()));
+        let flag = |list: Option<&[f32]>, bit: u8| if list.is_some() { bit } else { 0 };
+        bytes.extend(
+            self.transforms.iter().map(|of| flag(of.mean(), HAS_MEAN) | flag(of.factors(), HAS_FACTORS)),
+        );
+        bytes.extend(self.lists().flatten().flat_map(|x| x.to_ne_bytes()));
         bytes.extend(&self.bytes);
         if has_kept {
             for part in self.parts() {
@@ -163,8 +177,7 @@ impl Snapshot {
 
     /// Bytes before the rows.
     fn header_bytes(&self) -> usize {
-        let means: usize = self.means.iter().flatten().map(|mean| size_of_val(&mean[..])).sum();
-        HEADER + self.means.len() + means
+        HEADER + self.transforms.len() + self.lists().map(size_of_val).sum::<usize>()
     }
 
     /// The inverse of [`Snapshot::to_bytes`]. Everything that a cache relies on is checked. Rows may be any bytes:
@@ -173,8 +186,8 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
-    /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`],
-    /// [`CacheError::MeanNotFinite`] or [`CacheError::Memory`].
+    /// [`CacheError::KeyColumns`], [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::KeyTransform`] for a mean or
+    /// factors that the keys cannot have, or [`CacheError::Memory`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         Self::read(bytes, true)
     }
@@ -229,31 +242,34 @@ impl Snapshot {
         desc.validate()?;
 
         let flags = take(&mut rest, layers).ok_or(length(HEADER.saturating_add(layers)))?;
-        if flags.iter().any(|flag| *flag > 1) {
-            return Err(CacheError::SnapshotHeader { field: "flag of a mean" });
+        if flags.iter().any(|flag| *flag > HAS_MEAN | HAS_FACTORS) {
+            return Err(CacheError::SnapshotHeader { field: "flag of a mean or of factors" });
         }
-        let with_mean = flags.iter().filter(|flag| **flag == 1).count();
-        if with_mean > 0 && k.dtype().is_some() {
-            return Err(CacheError::MeanOfElements { codec: k });
-        }
-        let elements = kv_heads.saturating_mul(head_dim);
-        let mean_bytes = elements.saturating_mul(size_of::<f32>());
+        let lists: usize = flags.iter().map(|flag| flag.count_ones() as usize).sum();
+        let list_bytes = kv_heads.saturating_mul(head_dim).saturating_mul(size_of::<f32>());
         let row_bytes = kept.saturating_mul(desc.token_bytes());
-        let after = with_mean.saturating_mul(mean_bytes).saturating_add(row_bytes);
+        let after = lists.saturating_mul(list_bytes).saturating_add(row_bytes);
         if rest.len() < after || !has_kept && rest.len() != after {
             return Err(length((got - rest.len()).saturating_add(after)));
         }
-        let mut means: Vec<Option<Vec<f32>>> = Vec::new();
-        reserve(&mut means, layers)?;
+        let mut transforms: Vec<KeyTransform> = Vec::new();
+        reserve(&mut transforms, layers)?;
         for flag in flags {
-            means.push(if *flag == 0 { None } else { Some(read_mean(&mut rest, mean_bytes)?) });
+            let mut list = |bit: u8| -> Option<Vec<f32>> {
+                let bytes = (flag & bit != 0).then(|| take(&mut rest, list_bytes).unwrap_or_default())?;
+                Some(bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect())
+            };
+            let (mean, factors) = (list(HAS_MEAN), list(HAS_FACTORS));
+            mean.as_deref().map_or(Ok(()), |mean| desc.check_key_mean(mean))?;
+            factors.as_deref().map_or(Ok(()), |factors| desc.check_key_factors(factors))?;
+            transforms.push(KeyTransform::new(mean, factors));
         }
         let rows = take(&mut rest, row_bytes).unwrap_or_default();
         let mut bytes = Vec::new();
         reserve(&mut bytes, row_bytes)?;
         bytes.extend_from_slice(rows);
         let parts = if has_kept { read_parts(rest, got)? } else { [None, None] };
-        Ok(Self { desc, kept: first..end, bytes, means, parts })
+        Ok(Self { desc, kept: first..end, bytes, transforms, parts })
     }
 
     /// Checks that a cache with this description can hold the rows.

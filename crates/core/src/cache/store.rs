@@ -4,7 +4,8 @@ use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::page_store::PageStore;
 use super::table::{PageCopy, RowRun, Run};
-use crate::codec::{CodePages, Codec, KvView, Side, convert};
+use crate::codec::key_transform::IDENTITY;
+use crate::codec::{CodePages, Codec, KeyTransform, KvView, Side, convert};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
@@ -335,21 +336,21 @@ impl PageStore for HostStore {
             move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }
         };
         if let Some(codes) = of.k.codes() {
-            CodePages::check(k, codes.mean()).map_err(refused("k"))?;
+            CodePages::check(k, codes.key_transform()).map_err(refused("k"))?;
         }
         if of.v.as_ref().and_then(Pool::codes).is_some() {
-            CodePages::check(v, None).map_err(refused("v"))?;
+            CodePages::check(v, &IDENTITY).map_err(refused("v"))?;
         }
         Ok(())
     }
 
-    fn key_mean(&self, layer: usize) -> Option<&[f32]> {
-        self.layers[layer].k.codes().and_then(CodePages::mean)
+    fn key_transform(&self, layer: usize) -> &KeyTransform {
+        self.layers[layer].k.codes().map_or(&IDENTITY, CodePages::key_transform)
     }
 
-    fn set_key_mean(&mut self, layer: usize, mean: Vec<f32>) -> Result<(), CacheError> {
+    fn set_key_transform(&mut self, layer: usize, transform: KeyTransform) -> Result<(), CacheError> {
         if let Some(codes) = self.layers[layer].k.codes_mut() {
-            codes.set_mean(Some(mean));
+            codes.set_key_transform(transform);
         }
         Ok(())
     }

@@ -214,6 +214,7 @@ mod tests {
     use crate::codec::Codec;
     use crate::codec::convert;
     use crate::codec::encode::{MAX_ENERGY, PageRows};
+    use crate::codec::key_transform::KeyTransform;
     use crate::codec::quantizer::ScaleRule;
     use crate::dtype::Dtype;
     use crate::tensor::TensorView;
@@ -267,17 +268,17 @@ mod tests {
             for dim in dims.into_iter().filter(|&dim| codec.supports(dim)) {
                 let coder = Coder::new(codec, dim).unwrap();
                 let x = rows(&mut rng, dim);
-                let mean: Vec<f32> = (0..HEADS * dim).map(|_| rng.normal()).collect();
+                let transforms = transforms(&mut rng, dim);
                 for (n, dtype) in DTYPES.into_iter().enumerate() {
                     let elements = elements(dtype, &x);
                     let tensor = tensor(dtype, &elements, dim);
-                    let mean = [None, Some(&mean[..])][(n + dim) % 2];
+                    let transform = transforms[(n + dim) % 4].view();
                     for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
                         let stored_by = |token: IsaToken| {
                             let row_bytes = coder.format().row_bytes();
                             let mut bytes = vec![0xa5u8; HEADS * (ROWS + 2) * row_bytes];
                             let pages = PageRows { bytes: &mut bytes, tokens: ROWS + 2, rows: 2..ROWS + 1 };
-                            let rows = SourceRows { tensor: &tensor, mean };
+                            let rows = SourceRows { tensor: &tensor, transform };
                             store(token, &mut EncodeJob { coder: &coder, rule, rows, from: 1, pages });
                             bytes
                         };
@@ -289,6 +290,15 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// No transform, a mean, factors of both signs, and both.
+    fn transforms(rng: &mut Rng, dim: usize) -> [KeyTransform; 4] {
+        let mean: Vec<f32> = (0..HEADS * dim).map(|_| rng.normal()).collect();
+        let factors: Vec<f32> = (0..HEADS * dim).map(|_| rng.normal() + 0.001).collect();
+        let (mean, factors) = (Some(mean), Some(factors));
+        [(None, None), (mean.clone(), None), (None, factors.clone()), (mean, factors)]
+            .map(|(mean, factors)| KeyTransform::new(mean, factors))
     }
 
     fn rows_around_are_as_they_were(coder: &Coder, bytes: &[u8]) {
@@ -347,8 +357,11 @@ mod tests {
                     let elements = elements(dtype, &x);
                     let tensor = tensor(dtype, &elements, dim);
                     let mean: Vec<f32> = (0..HEADS * dim).map(|_| 1e-3 * rng.normal()).collect();
-                    for mean in [None, Some(&mean[..])] {
-                        let rows = SourceRows { tensor: &tensor, mean };
+                    let factors =
+                        (0..HEADS * dim).map(|c| if c % 3 == 1 { -1.0 } else { 1.0 + 1e-7 }).collect();
+                    let transforms = [(None, None), (Some(mean), None), (None, Some(factors))];
+                    for transform in transforms.map(|(mean, factors)| KeyTransform::new(mean, factors)) {
+                        let rows = SourceRows { tensor: &tensor, transform: transform.view() };
                         let refused = tokens().map(|token| first_refused(token, &rows));
                         let refused: Vec<Option<[usize; 2]>> = refused.collect();
                         assert!(refused.iter().all(|of| *of == refused[0]), "{dtype} {dim} {n}: {refused:?}");
@@ -357,7 +370,7 @@ mod tests {
                         refusals += usize::from(refused[0].is_some());
                     }
                 }
-                assert!((45..115).contains(&refusals), "{dtype} {dim}: {refusals}");
+                assert!((68..172).contains(&refusals), "{dtype} {dim}: {refusals}");
             }
         }
     }

@@ -56,8 +56,8 @@ pub enum PagesError {
         /// The norm.
         norm: f32,
     },
-    /// A mean was subtracted from the rows, which the buffers' format cannot express.
-    Mean,
+    /// The rows are of transformed keys, which the buffers' format cannot express.
+    KeyTransform,
 }
 
 impl std::fmt::Display for PagesError {
@@ -78,7 +78,7 @@ impl std::fmt::Display for PagesError {
             Self::Norm { slot, head, row, norm } => {
                 write!(f, "norm {norm} of row {row} of head {head} of slot {slot} is negative or not finite")
             }
-            Self::Mean => f.write_str("rows have a mean subtracted, which mlx-native cannot store"),
+            Self::KeyTransform => f.write_str("rows have a mean subtracted, which mlx-native cannot store"),
         }
     }
 }
@@ -98,7 +98,7 @@ pub enum EncodeError {
     },
     /// The row contains a NaN or an infinity.
     NotFinite,
-    /// The norm of the row, after subtracting the mean, is above [`MAX_NORM`].
+    /// The norm of the row, with the mean subtracted and divided by the factors of its channels, is above [`MAX_NORM`].
     Norm,
 }
 

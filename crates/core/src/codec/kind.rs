@@ -218,6 +218,16 @@ impl Codec {
         }
     }
 
+    /// Returns true if keys can be divided by [factors](super::KeyTransform) before they are stored: the codec rotates them, and its format
+    /// is no other library's.
+    #[must_use]
+    pub const fn supports_key_factors(self) -> bool {
+        match self.row_kind() {
+            RowKind::Integers { .. } | RowKind::RotatedHalves => true,
+            RowKind::Elements(_) | RowKind::Fp8 | RowKind::Mlx { .. } => false,
+        }
+    }
+
     /// Returns true if codes stand for integers times a scale.
     pub const fn is_integer(self) -> bool {
         matches!(self.row_kind(), RowKind::Integers { .. })

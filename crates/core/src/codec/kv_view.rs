@@ -1,5 +1,6 @@
 //! Keys or values of a run: elements or quantized rows.
 
+use super::key_transform::{IDENTITY, KeyTransform};
 use super::{Codec, CodesView};
 use crate::tensor::{TensorView, ViewError};
 
@@ -28,6 +29,15 @@ impl<'a> KvView<'a> {
         match self {
             Self::Elements(view) => view.shape(),
             Self::Codes(codes) => codes.shape(),
+        }
+    }
+
+    /// The transform of stored rows before they were encoded.
+    #[must_use]
+    pub const fn key_transform(&self) -> &'a KeyTransform {
+        match self {
+            Self::Elements(_) => &IDENTITY,
+            Self::Codes(codes) => codes.key_transform(),
         }
     }
 

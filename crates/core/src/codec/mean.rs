@@ -22,11 +22,17 @@ pub fn key_mean(keys: &TensorView<'_>) -> Vec<f32> {
     let mut key = vec![0.0f32; dim];
     for head in 0..heads {
         let sums = &mut sums[head * dim..][..dim];
-        for (b, row) in (0..batch).flat_map(|b| (0..rows).map(move |row| (b, row))) {
-            convert::to_f32(keys.dtype(), keys.row_bytes([b, head, row]), &mut key);
+        for row in head_rows(keys, head) {
+            convert::to_f32(keys.dtype(), row, &mut key);
             sums.iter_mut().zip(&key).for_each(|(sum, x)| *sum += f64::from(*x));
         }
     }
     let count = batch as f64 * rows as f64;
     sums.into_iter().map(|sum| (sum / count) as f32).collect()
+}
+
+/// The rows of a head of every batch entry.
+pub(super) fn head_rows<'a>(keys: &'a TensorView<'a>, head: usize) -> impl Iterator<Item = &'a [u8]> {
+    let [batch, _, rows, _] = keys.shape();
+    (0..batch).flat_map(move |b| (0..rows).map(move |row| keys.row_bytes([b, head, row])))
 }

@@ -68,12 +68,12 @@ impl CodePages {
     /// Writes the pages to buffers of mlx-native. The inverse of [`CodePages::from_mlx`].
     ///
     /// # Errors
-    /// [`PagesError::Format`] for another codec, [`PagesError::Mean`] if a mean was subtracted from the rows, or
+    /// [`PagesError::Format`] for another codec, [`PagesError::KeyTransform`] if a mean was subtracted from the rows, or
     /// [`PagesError::Length`]. On error, nothing is written.
     pub fn to_mlx(&self, codes: &mut [u8], norms: &mut [f32]) -> Result<(), PagesError> {
         let [page_codes, page_norms] = self.mlx_sizes([codes.len(), norms.len()])?;
-        if self.mean().is_some() {
-            return Err(PagesError::Mean);
+        if !self.key_transform().is_identity() {
+            return Err(PagesError::KeyTransform);
         }
         let [slots, heads, ..] = self.shape();
         let view = self.view();

@@ -4,6 +4,7 @@ use super::coder::Coder;
 use super::dispatch;
 use super::encode::{EncodeJob, PageRows, SourceRows};
 use super::error::{EncodeError, PagesError};
+use super::key_transform::{ChannelTransform, KeyTransform};
 use super::kind::Codec;
 use super::ops::Portable;
 use super::quantizer::ScaleRule;
@@ -13,7 +14,7 @@ use crate::memory::Zeroed;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// Keys or values. The side determines how scales are chosen and whether a mean may be subtracted.
+/// Keys or values. The side determines how scales are chosen and whether rows may be transformed first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_enums)]
 pub enum Side {
@@ -42,8 +43,8 @@ pub struct CodePages {
     coder: Coder,
     side: Side,
     shape: [usize; 4],
-    /// `[heads, dim]`, subtracted from every row before it is stored.
-    mean: Option<Vec<f32>>,
+    /// Of every row before it is stored.
+    transform: KeyTransform,
 }
 
 impl CodePages {
@@ -64,7 +65,7 @@ impl CodePages {
         let bytes = [page, codec.row_bytes(dim), pages].into_iter().try_fold(heads, usize::checked_mul);
         let bytes = bytes.unwrap_or(usize::MAX);
         let memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
-        Ok(Self { memory, codec, coder, side, shape, mean: None })
+        Ok(Self { memory, codec, coder, side, shape, transform: KeyTransform::default() })
     }
 
     /// A copy in newly allocated memory.
@@ -75,29 +76,36 @@ impl CodePages {
         let bytes = self.memory.len();
         let mut memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
         memory.copy_from_slice(&self.memory);
-        let (coder, mean) = (self.coder.clone(), self.mean.clone());
-        Ok(Self { memory, coder, mean, ..*self })
+        let (coder, transform) = (self.coder.clone(), self.transform.clone());
+        Ok(Self { memory, coder, transform, ..*self })
     }
 
-    /// Sets the mean `[heads, dim]` of keys. It changes scores only by rounding, but a large mean left in the keys takes most of the codes'
-    /// resolution. Rows that are stored already are not re-encoded, so their values change.
+    /// Sets the transform of keys, `[heads, dim]`. It changes scores only by rounding, but a large mean or a few large channels left in the
+    /// keys take most of the codes' resolution. Rows that are stored already are not re-encoded, so their values change.
     ///
     /// # Panics
-    /// If the mean has another length.
+    /// If the mean or the factors have another length, or there are factors for a codec that [does not take
+    /// them](Codec::supports_key_factors).
     #[doc(hidden)]
-    pub fn set_mean(&mut self, mean: Option<Vec<f32>>) {
+    pub fn set_key_transform(&mut self, transform: KeyTransform) {
         let expected = self.shape[1] * self.shape[3];
+        let fits = |part: Option<&[f32]>| part.is_none_or(|part| part.len() == expected);
         assert!(
-            mean.as_ref().is_none_or(|mean| mean.len() == expected),
-            "expected a mean of {expected} elements"
+            fits(transform.mean()) && fits(transform.factors()),
+            "expected a mean and factors of {expected} elements"
         );
-        self.mean = mean;
+        assert!(
+            transform.factors().is_none() || self.codec.supports_key_factors(),
+            "factors for keys in {}",
+            self.codec
+        );
+        self.transform = transform;
     }
 
-    /// The mean `[heads, dim]` that is subtracted from rows.
+    /// The transform of keys, `[heads, dim]`.
     #[must_use]
-    pub fn mean(&self) -> Option<&[f32]> {
-        self.mean.as_deref()
+    pub const fn key_transform(&self) -> &KeyTransform {
+        &self.transform
     }
 
     /// The codec.
@@ -121,7 +129,7 @@ impl CodePages {
             coder: &self.coder,
             shape: self.shape,
             columns: self.shape[3],
-            mean: self.mean(),
+            transform: &self.transform,
         }
     }
 
@@ -147,12 +155,12 @@ impl CodePages {
         &mut self.memory
     }
 
-    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored with a mean `[heads, dim]`.
+    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored with a transform `[heads, dim]`.
     ///
     /// # Errors
     /// The reason, and head and row, of the first token that cannot be stored, in the lowest head that has such a token.
-    pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (EncodeError, [usize; 2])> {
-        let rows = SourceRows { tensor, mean };
+    pub fn check(tensor: &TensorView<'_>, transform: &KeyTransform) -> Result<(), (EncodeError, [usize; 2])> {
+        let rows = SourceRows { tensor, transform: transform.view() };
         let refused = dispatch::first_refused(IsaToken::best(), &rows);
         refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
     }
@@ -162,14 +170,14 @@ impl CodePages {
         let heads = 0..self.shape[1];
         let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
         let pages = PageRows { bytes: &mut self.memory[bytes], tokens: self.shape[2], rows };
-        let rows = SourceRows { tensor, mean: self.mean.as_deref() };
+        let rows = SourceRows { tensor, transform: self.transform.view() };
         dispatch::store(
             IsaToken::best(),
             &mut EncodeJob { coder: &self.coder, rule: self.side.rule(), rows, from, pages },
         );
     }
 
-    /// Decodes a row and adds the mean.
+    /// Decodes a row and undoes the transform.
     pub(crate) fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         self.view().read(page, head, row, x);
     }
@@ -209,8 +217,7 @@ impl CodePages {
         assert!(x.len() == dim, "{} elements of rows of {dim}", x.len());
         let tensor = TensorView::bhsd(x, [1, 1, 1, dim]);
         let tensor = &tensor.unwrap_or_else(|_| unreachable!("a row is a tensor"));
-        let mean = self.mean.as_deref().map(|mean| &mean[place[1] * dim..][..dim]);
-        let rows = SourceRows { tensor, mean };
+        let rows = SourceRows { tensor, transform: self.transform.view().head(place[1], dim) };
         if dispatch::first_refused(IsaToken::best(), &rows).is_some() {
             return Err(rows.reason(0, 0));
         }
@@ -245,7 +252,7 @@ pub struct CodesView<'a> {
     shape: [usize; 4],
     /// Elements of a row that the view shows.
     columns: usize,
-    mean: Option<&'a [f32]>,
+    transform: &'a KeyTransform,
 }
 
 impl<'a> CodesView<'a> {
@@ -255,7 +262,7 @@ impl<'a> CodesView<'a> {
         self.codec
     }
 
-    /// `[pages, heads, page, dim]`. Means, coder and bytes are of whole stored rows, of which a view of
+    /// `[pages, heads, page, dim]`. Transform, coder and bytes are of whole stored rows, of which a view of
     /// [first columns](super::KvView::first_columns) shows the first `dim` elements.
     #[must_use]
     pub const fn shape(&self) -> [usize; 4] {
@@ -281,17 +288,27 @@ impl<'a> CodesView<'a> {
             && self.columns <= other.columns
     }
 
-    /// The mean `[heads, dim]` that is subtracted from stored rows.
+    /// The transform of stored rows, `[heads, dim]`.
     #[must_use]
-    pub const fn means(&self) -> Option<&'a [f32]> {
-        self.mean
+    pub const fn key_transform(&self) -> &'a KeyTransform {
+        self.transform
+    }
+
+    /// The transform of a head.
+    fn of_head(&self, head: usize) -> ChannelTransform<'a> {
+        self.transform.view().head(head, self.shape[3])
     }
 
     /// The mean of a head that is subtracted from its rows.
     #[must_use]
     pub fn mean(&self, head: usize) -> Option<&'a [f32]> {
-        let dim = self.shape[3];
-        self.mean.map(|mean| &mean[head * dim..][..dim])
+        self.of_head(head).mean
+    }
+
+    /// The factors that the rows of a head are divided by, without the mean.
+    #[must_use]
+    pub fn factors(&self, head: usize) -> Option<&'a [f32]> {
+        self.of_head(head).factors
     }
 
     /// The coder, which decodes the rows.
@@ -311,7 +328,7 @@ impl<'a> CodesView<'a> {
         self.coder.format().gather(self.page(page, head), self.shape[2], row, into);
     }
 
-    /// Decodes row `[dim]`, rotated back and with the mean added.
+    /// Decodes row `[dim]`: rotated back, times the factors, plus the mean.
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         let _env = FloatEnv::ieee();
         let source = (self.page(page, head), self.shape[2], row..row + 1);
@@ -322,7 +339,11 @@ impl<'a> CodesView<'a> {
             dispatch::decode(IsaToken::best(), self.coder, source, &mut whole[..self.shape[3]]);
             x.copy_from_slice(&whole[..self.columns]);
         }
-        if let Some(mean) = self.mean(head) {
+        let ChannelTransform { mean, factors, .. } = self.of_head(head);
+        if let Some(factors) = factors {
+            x.iter_mut().zip(factors).for_each(|(x, factor)| *x *= factor);
+        }
+        if let Some(mean) = mean {
             x.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
         }
     }
@@ -339,7 +360,11 @@ impl<'a> CodesView<'a> {
         if let Some(rotation) = self.coder.rotation() {
             rotation.undo::<f64, Portable>(&mut wide);
         }
-        if let Some(mean) = self.mean(head) {
+        let ChannelTransform { mean, factors, .. } = self.of_head(head);
+        if let Some(factors) = factors {
+            wide.iter_mut().zip(factors).for_each(|(x, factor)| *x *= f64::from(*factor));
+        }
+        if let Some(mean) = mean {
             wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));
         }
         wide.truncate(self.columns);

@@ -2,6 +2,7 @@ use super::coder::Coder;
 use super::dispatch;
 use super::encode::{EncodeJob, PageRows, SourceRows};
 use super::error::MAX_NORM;
+use super::key_transform::{ChannelTransform, KeyTransform};
 use super::kind::{Codec, RowKind};
 use super::quantizer::ScaleRule;
 use crate::isa::IsaToken;
@@ -16,7 +17,7 @@ fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
 /// Stores a vector as the only row of a page.
 fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
     let tensor = TensorView::bhsd(x, [1, 1, 1, x.len()]).unwrap();
-    let rows = SourceRows { tensor: &tensor, mean: None };
+    let rows = SourceRows { tensor: &tensor, transform: ChannelTransform::default() };
     let pages = PageRows { bytes: page, tokens: 1, rows: 0..1 };
     dispatch::store(IsaToken::best(), &mut EncodeJob { coder, rule, rows, from: 0, pages });
 }
@@ -119,7 +120,8 @@ fn rotated_halves_are_the_rotated_row_of_integers_in_f16() {
         let coder = Coder::new(Codec::Rot16, dim).unwrap();
         let (x, mean) = (normal(&mut rng, dim), normal(&mut rng, dim));
         let tensor = TensorView::bhsd(&x, [1, 1, 1, dim]).unwrap();
-        let rows = SourceRows { tensor: &tensor, mean: Some(&mean) };
+        let transform = KeyTransform::new(Some(mean.clone()), None);
+        let rows = SourceRows { tensor: &tensor, transform: transform.view() };
         let mut page = vec![0xa5u8; 3 * 2 * dim];
         let pages = PageRows { bytes: &mut page, tokens: 3, rows: 1..2 };
         let mut job = EncodeJob { coder: &coder, rule: ScaleRule::Unbiased, rows, from: 0, pages };

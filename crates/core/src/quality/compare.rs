@@ -3,7 +3,7 @@
 use super::error::QualityError;
 use super::head::Head;
 use crate::codec::convert::{convert, to_f32};
-use crate::codec::{CodePages, Codec, EncodeError, Side, key_mean};
+use crate::codec::{CodePages, Codec, EncodeError, KeyTransform, Side, key_mean};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::scoring::{RowIndex, ScoreRow, Scoring};
@@ -413,7 +413,7 @@ fn stored(
     // A page of one row, overwritten for each.
     let page = CodePages::new(codec, side, [1, 1, 1, dim]);
     let mut page = page.map_err(|_| RefusedRow { row: 0, why: EncodeError::Dim { codec, dim } })?;
-    page.set_mean(mean);
+    page.set_key_transform(KeyTransform::new(mean, None));
     for (row, (x, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
         page.store([0, 0, 0], x).map_err(|why| RefusedRow { row, why })?;
         page.read(0, 0, 0, back);

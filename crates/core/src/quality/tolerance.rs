@@ -103,7 +103,7 @@ const INTEGER_ONE: f64 = 127.0 * 256.0;
 
 /// For each row `[batch, q_heads, q_len]`, how far its scores may be off if queries are multiplied as integers
 /// ([`Accumulation::Integers`]): `1.5 |scale| max|q| / 32512` times the norm of the longest key that it sees, with q
-/// and key rotated and the keys' mean subtracted. 0 for keys that are not multiplied that way.
+/// and key rotated, q times the keys' factors, and the key without its mean and divided by them. 0 for keys that are not multiplied that way.
 #[must_use]
 pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let dims = problem.dims();
@@ -115,17 +115,22 @@ pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let mut row = vec![0.0f32; dims.head_dim];
     for (index, s) in problem.sequences().iter().enumerate() {
         for kv_head in 0..dims.kv_heads {
+            let factors =
+                || codes.factors(kv_head).unwrap_or_default().iter().chain(std::iter::repeat(&1.0)).copied();
             let mut norm = |j: usize| {
                 let Some((page, at)) = tables.locate(index, j) else { return 0.0 };
                 codes.read(page, kv_head, at, &mut row);
-                let mean = codes.mean(kv_head).unwrap_or_default().iter().chain(std::iter::repeat(&0.0));
-                row.iter().zip(mean).map(|(x, mean)| f64::from(x - mean).powi(2)).sum::<f64>().sqrt()
+                let means = codes.mean(kv_head).unwrap_or_default().iter().chain(std::iter::repeat(&0.0));
+                let stored =
+                    row.iter().zip(means).zip(factors()).map(|((x, mean), factor)| (x - mean) / factor);
+                stored.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
             };
             let norms: Vec<f64> = (0..s.kv_len).map(&mut norm).collect();
             for (h, i) in (0..dims.gqa_group()).flat_map(|g| (0..s.q_len).map(move |i| (g, i))) {
                 let h = kv_head * dims.gqa_group() + h;
                 let element = |d| inputs.q.get([s.batch, h, s.q_start + i, d]);
-                let mut q: Vec<f32> = (0..dims.head_dim).map(element).collect();
+                let mut q: Vec<f32> =
+                    (0..dims.head_dim).zip(factors()).map(|(d, factor)| element(d) * factor).collect();
                 crate::codec::rotate(IsaToken::best(), rotation, &mut q);
                 let max = q.iter().fold(0.0f32, |max, x| max.max(x.abs()));
                 let longest = norms[problem.visible(s, i)].iter().fold(0.0f64, |max, &norm| max.max(norm));

@@ -2,13 +2,13 @@
 
 use super::error::StoreError;
 use super::rows::{GpuRows, GpuRowsMut};
-use crate::codecs::{codebooks, factors, magnitudes};
+use crate::codecs::{codebooks, factors, head_factors, head_factors_len, magnitudes};
 use crate::encoding::{Appended, encode_generics, encode_groups, encode_table, refusal, row_groups, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
 use crate::kernels::encode::{Rows, append, encode};
 use crate::tensors::dtype_of;
-use flashtile_core::cache::{CacheError, Pool, RowRun};
-use flashtile_core::codec::{Codec, Coder, Side};
+use flashtile_core::cache::{CacheDesc, CacheError, Pool, RowRun};
+use flashtile_core::codec::{Codec, Coder, KeyTransform, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_kernel::source::GenericsError;
@@ -54,6 +54,39 @@ pub(super) struct GpuPool<M> {
     /// The first row of each layer that the encoder did not store: see [`refusal`].
     status: M,
     absent: M,
+}
+
+/// The transform of the keys of a layer, on the device: f32, where there is some.
+#[derive(Debug)]
+pub(super) struct DeviceTransform<M> {
+    /// Means `[kv_heads, head_dim]`.
+    pub(super) mean: Option<M>,
+    /// [`head_factors`], for queries and for decoding.
+    pub(super) factors: Option<M>,
+    /// Inverses of the factors `[kv_heads, head_dim]`, for encoding.
+    inverses: Option<M>,
+}
+
+impl<M> DeviceTransform<M> {
+    /// No transform.
+    pub(super) const NONE: Self = Self { mean: None, factors: None, inverses: None };
+
+    /// A copy of a transform.
+    pub(super) fn new<D: HostAccess<Memory = M>>(
+        device: &D,
+        desc: &CacheDesc,
+        host: &KeyTransform,
+    ) -> Result<Self, StoreError<D::Error>> {
+        let copied = |list: Option<&[f32]>| {
+            list.map(|list| filled(device, ScalarType::F32, &bytes_of(list, f32::to_ne_bytes))).transpose()
+        };
+        let factors = host.factors().map(|factors| head_factors(desc.k, desc.head_dim, factors));
+        Ok(Self {
+            mean: copied(host.mean())?,
+            factors: copied(factors.as_deref())?,
+            inverses: copied(host.inverses())?,
+        })
+    }
 }
 
 /// Lists of a launch over rows, on the device.
@@ -215,7 +248,7 @@ impl<M: DeviceMemory> GpuPool<M> {
         [heads * head, head]
     }
 
-    fn rows(&self, strides: [usize; 4]) -> Rows {
+    fn params(&self, strides: [usize; 4], factor_stride: usize) -> Rows {
         let [_, heads, page_size, dim] = self.shape;
         let [page, head] = self.strides();
         Rows {
@@ -225,6 +258,7 @@ impl<M: DeviceMemory> GpuPool<M> {
             dim: dim as u32,
             page: page_size as u32,
             width: 1,
+            factor_stride: factor_stride as u64,
         }
     }
 
@@ -252,16 +286,16 @@ impl<M: DeviceMemory> GpuPool<M> {
         assert!(outside.is_none(), "{outside:?} of {pages} pages of {page_size} rows");
     }
 
-    /// Stores rows in a layer, of keys without a mean. The lists are of their runs.
+    /// Stores rows in a layer, of keys after their transform. The lists are of their runs.
     pub(super) fn write<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
         layer: usize,
         lists: &Lists<M>,
-        (x, mean): (&GpuRows<'_, M>, Option<&M>),
+        (x, transform): (&GpuRows<'_, M>, &DeviceTransform<M>),
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
-        let (params, heads) = (self.rows(x.strides), self.shape[1]);
+        let (params, heads) = (self.params(x.strides, 0), self.shape[1]);
         let groups = [encode_groups(self.codec, self.shape[3], lists.rows(heads)), lists.count, 1];
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let pages = self.layers[layer].view_mut();
@@ -272,7 +306,8 @@ impl<M: DeviceMemory> GpuPool<M> {
         } else {
             encode::Call {
                 x: x.view,
-                means: mean.unwrap_or(&self.absent).view(),
+                means: transform.mean.as_ref().unwrap_or(&self.absent).view(),
+                inverses: transform.inverses.as_ref().unwrap_or(&self.absent).view(),
                 factors: self.factors.view(),
                 numbers: self.numbers.view(),
                 table,
@@ -280,7 +315,8 @@ impl<M: DeviceMemory> GpuPool<M> {
                 params,
                 pages,
                 status: ViewMut::new(&mut self.status, status),
-                centered: mean.is_some(),
+                centered: transform.mean.is_some(),
+                equalized: transform.inverses.is_some(),
                 unbiased: self.side == Side::Keys,
                 groups,
             }
@@ -295,10 +331,11 @@ impl<M: DeviceMemory> GpuPool<M> {
         device: &D,
         layer: usize,
         lists: &Lists<M>,
-        (x, mean): (&mut GpuRowsMut<'_, M>, Option<&M>),
+        (x, transform): (&mut GpuRowsMut<'_, M>, &DeviceTransform<M>),
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
-        let (params, heads) = (self.rows(x.strides), self.shape[1]);
+        let stride = transform.factors.as_ref().map_or(0, |_| head_factors_len(self.codec, self.shape[3]));
+        let (params, heads) = (self.params(x.strides, stride), self.shape[1]);
         let groups = [row_groups(lists.rows(heads)), lists.count, 1];
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let (pages, x) = (self.layers[layer].view(), x.view.reborrow());
@@ -308,15 +345,15 @@ impl<M: DeviceMemory> GpuPool<M> {
         } else {
             read_codes::Call {
                 pages,
-                means: mean.unwrap_or(&self.absent).view(),
-                factors: self.factors.view(),
+                means: transform.mean.as_ref().unwrap_or(&self.absent).view(),
+                factors: transform.factors.as_ref().unwrap_or(&self.factors).view(),
                 levels: self.levels.view(),
                 codebooks: self.codebooks.view(),
                 table,
                 runs,
                 params,
                 x,
-                centered: mean.is_some(),
+                centered: transform.mean.is_some(),
                 groups,
             }
             .launch_instance(device, made(&self.readers[index])?)

@@ -1,11 +1,11 @@
 //! The page store of a device.
 
 use super::error::StoreError;
-use super::pool::{Find, GpuPool, Lists, MAX_RUNS};
+use super::pool::{DeviceTransform, Find, GpuPool, Lists, MAX_RUNS};
 use super::rows::{GpuRows, GpuRowsMut};
 use crate::tensors::GpuKv;
 use flashtile_core::cache::{CacheDesc, CacheError, PageCopy, PageStore, RowRun};
-use flashtile_core::codec::Side;
+use flashtile_core::codec::{KeyTransform, Side};
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::KvStorage;
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
@@ -26,17 +26,18 @@ pub struct GpuStore<D: HostAccess> {
     find: Option<Find>,
     k: GpuPool<D::Memory>,
     v: GpuPool<D::Memory>,
-    means: Vec<Option<Mean<D::Memory>>>,
+    /// `[layers]`.
+    transforms: Vec<LayerTransform<D::Memory>>,
     /// The rows of the last write or read, as lists on the device.
     lists: Mutex<Lists<D::Memory>>,
     copies: D::Memory,
 }
 
-/// The mean of the keys of a layer, on the host and on the device.
+/// The transform of the keys of a layer, on the host and on the device.
 #[derive(Debug)]
-struct Mean<M> {
-    host: Vec<f32>,
-    device: M,
+struct LayerTransform<M> {
+    host: KeyTransform,
+    device: DeviceTransform<M>,
 }
 
 impl<D: HostAccess> fmt::Debug for GpuStore<D> {
@@ -79,7 +80,9 @@ impl<D: HostAccess> GpuStore<D> {
         Ok(Self {
             k: GpuPool::new(&device, find, (desc.k, Side::Keys), k, desc.layers)?,
             v: GpuPool::new(&device, find, (desc.v, Side::Values), v, desc.layers)?,
-            means: (0..desc.layers).map(|_| None).collect(),
+            transforms: (0..desc.layers)
+                .map(|_| LayerTransform { host: KeyTransform::default(), device: DeviceTransform::NONE })
+                .collect(),
             lists: Mutex::new(Lists::empty(&device)?),
             copies: device.zeroed(ScalarType::U32, 64).map_err(StoreError::device)?,
             desc: *desc,
@@ -115,7 +118,9 @@ impl<D: HostAccess> GpuStore<D> {
     /// If there is no such layer.
     #[must_use]
     pub fn kv(&self, layer: usize) -> [GpuKv<'_, D::Memory>; 2] {
-        [(&self.k, self.device_mean(layer)), (&self.v, None)].map(|(pool, mean)| {
+        let transform = &self.transforms[layer].device;
+        let [mean, factors] = [&transform.mean, &transform.factors].map(Option::as_ref);
+        [(&self.k, mean, factors), (&self.v, None, None)].map(|(pool, mean, factors)| {
             let ([page, head], shape) = (pool.strides(), pool.shape());
             let row = if pool.codec().dtype().is_some() { pool.row_bytes() } else { 0 };
             GpuKv {
@@ -124,6 +129,7 @@ impl<D: HostAccess> GpuStore<D> {
                 shape,
                 strides: [page, head, row],
                 means: mean.map(DeviceMemory::view),
+                factors: factors.map(DeviceMemory::view),
             }
         })
     }
@@ -132,12 +138,6 @@ impl<D: HostAccess> GpuStore<D> {
     #[must_use]
     pub const fn strides(&self) -> [[usize; 2]; 2] {
         [self.k.strides(), self.v.strides()]
-    }
-
-    /// Means `[kv_heads, head_dim]` of the keys of a layer, f32, if they are centered.
-    #[must_use]
-    pub fn device_mean(&self, layer: usize) -> Option<&D::Memory> {
-        self.means.get(layer)?.as_ref().map(|mean| &mean.device)
     }
 }
 
@@ -188,15 +188,13 @@ where
         Ok(())
     }
 
-    fn key_mean(&self, layer: usize) -> Option<&[f32]> {
-        self.means[layer].as_ref().map(|mean| &mean.host[..])
+    fn key_transform(&self, layer: usize) -> &KeyTransform {
+        &self.transforms[layer].host
     }
 
-    fn set_key_mean(&mut self, layer: usize, host: Vec<f32>) -> Result<(), Self::Error> {
-        let bytes: Vec<u8> = host.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let mut device = self.device.zeroed(ScalarType::F32, host.len()).map_err(StoreError::device)?;
-        self.device.write(&mut device, 0, &bytes).map_err(StoreError::device)?;
-        self.means[layer] = Some(Mean { host, device });
+    fn set_key_transform(&mut self, layer: usize, host: KeyTransform) -> Result<(), Self::Error> {
+        let device = DeviceTransform::new(&self.device, &self.desc, &host)?;
+        self.transforms[layer] = LayerTransform { host, device };
         Ok(())
     }
 
@@ -233,11 +231,11 @@ where
     ) -> Result<(), Self::Error> {
         self.k.assert_inside(runs.iter());
         let (device, lists) = (&self.device, self.lists.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let mean = self.means[layer].as_ref().map(|mean| &mean.device);
+        let (transform, none) = (&self.transforms[layer].device, DeviceTransform::NONE);
         for runs in runs.chunks(MAX_RUNS) {
             lists.refill(device, self.desc.kv_heads, runs)?;
-            self.k.write(device, layer, lists, (k, mean))?;
-            self.v.write(device, layer, lists, (v, None))?;
+            self.k.write(device, layer, lists, (k, transform))?;
+            self.v.write(device, layer, lists, (v, &none))?;
         }
         Ok(())
     }
@@ -251,19 +249,19 @@ where
     ) -> Result<(), Self::Error> {
         self.k.assert_inside(runs.iter());
         k.check().and_then(|()| v.check()).map_err(StoreError::Memory)?;
-        let (device, mean) = (&self.device, self.device_mean(layer));
+        let (device, transform, none) = (&self.device, &self.transforms[layer].device, DeviceTransform::NONE);
         let mut lists = self.lists.lock().unwrap_or_else(PoisonError::into_inner);
         for runs in runs.chunks(MAX_RUNS) {
             lists.refill(device, self.desc.kv_heads, runs)?;
-            self.k.read(device, layer, &lists, (k, mean))?;
-            self.v.read(device, layer, &lists, (v, None))?;
+            self.k.read(device, layer, &lists, (k, transform))?;
+            self.v.read(device, layer, &lists, (v, &none))?;
         }
         Ok(())
     }
 
     fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), Self::Error> {
         let mut rest = bytes;
-        for layer in 0..self.means.len() {
+        for layer in 0..self.desc.layers {
             for pool in [&self.k, &self.v] {
                 let (section, after) = rest.split_at_mut(pool.bytes_of(tokens));
                 pool.export(&self.device, layer, runs, section)?;
@@ -275,7 +273,7 @@ where
 
     fn import(&mut self, runs: &[RowRun], tokens: usize, bytes: &[u8]) -> Result<(), Self::Error> {
         let mut rest = bytes;
-        for layer in 0..self.means.len() {
+        for layer in 0..self.desc.layers {
             for pool in [&mut self.k, &mut self.v] {
                 let (section, after) = rest.split_at(pool.bytes_of(tokens));
                 pool.import(&self.device, layer, runs, section)?;

@@ -17,6 +17,9 @@ pub struct Attend {
     pub mask: [u64; 3],
     /// Stride of the tree mask over queries, in elements.
     pub tree: u64,
+    /// Elements of the factors of the keys' rotation from one key/value head to the next, where keys are equalized: a head has signs times
+    /// factors, then roots. 0 where all heads share signs and roots.
+    pub k_factor_stride: u64,
     /// Stride of the mask over keys, in elements; 0 where it is broadcast.
     pub mask_step: u32,
     /// Stride of the tree mask over keys, in elements.
@@ -101,6 +104,13 @@ pub fn divisor(value: usize) -> [u32; 2] {
 }
 
 impl Attend {
+    /// Elements of the factors of all key/value heads, for `len` of a head.
+    #[must_use]
+    pub const fn k_factors(&self, len: usize) -> usize {
+        let heads = if self.group == 0 { 0 } else { self.q_heads / self.group } as usize;
+        (self.k_factor_stride as usize).saturating_mul(heads.saturating_sub(1)).saturating_add(len)
+    }
+
     /// Rows of all heads.
     pub fn rows(&self) -> u64 {
         [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)

@@ -83,7 +83,7 @@ fn factor_of<const FORMAT: u32, const DIM: usize>(pages: &Buffer<u8>, row: Row, 
 }
 
 /// Decodes rows of codes, rotated back and with the mean `[heads, D]` of their head added where they are `centered`; rounded to the
-/// nearest element. Threadgroups, `table` and `runs` are as in [`encode()`](super::encode::encode()), with rows of `x` in the place
+/// nearest element. The signs of equalized keys are times their factors, for each head. Threadgroups, `table` and `runs` are as in [`encode()`](super::encode::encode()), with rows of `x` in the place
 /// of those that it reads. `levels` has the magnitudes of the codec as launches of `decode` have them, `codebooks` that of
 /// mlx-native.
 #[kernel(
@@ -95,7 +95,7 @@ fn factor_of<const FORMAT: u32, const DIM: usize>(pages: &Buffer<u8>, row: Row, 
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(levels.len() >= 16, "magnitudes of 16 words"),
     requires(!centered || means.len() >= params.heads as usize * DIM, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() >= DIM + block_count(ORDER, DIM), "a factor for each coordinate, and a root for each block"),
+    requires(ORDER == 0 || factors.len() >= params.factors(DIM + block_count(ORDER, DIM)), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,
@@ -133,7 +133,7 @@ pub fn read_codes<T: Element, const FORMAT: u32, const DIM: usize>(
         }
         simd_barrier();
         if ORDER > 0 {
-            unrotate::<DIM, ORDER>(&mut held, start, factors);
+            unrotate::<DIM, ORDER>(&mut held, start, factors, row.head as u64 * params.factor_stride);
         }
         for c in (simd_lane()..DIM as u32).step_by(32) {
             let mut number = held[start + c];

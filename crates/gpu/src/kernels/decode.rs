@@ -444,7 +444,7 @@ fn attend_tiles<
     requires(partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
     requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
     requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(VALUE_DIM as u64), "partial outputs of every partial result"),
-    requires(K_ORDER == 0 || factors.len() >= HEAD_DIM + block_count(K_ORDER, HEAD_DIM), "a factor for each coordinate, and a root for each block"),
+    requires(K_ORDER == 0 || factors.len() >= params.k_factors(HEAD_DIM + block_count(K_ORDER, HEAD_DIM)), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
               format = [BF16, TQ4], row = [256, 66], splits = [4, 4]),
@@ -498,7 +498,7 @@ pub fn decode<
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
-    let query_memory = QueryMemory { factors, means, centered: has_k_mean };
+    let query_memory = QueryMemory { factors, factor_stride: params.k_factor_stride, means, centered: has_k_mean };
     let tile = row_tile(sequences, params, (8 * ROW_TILES) as u32);
     if tile.first >= tile.rows {
         return;

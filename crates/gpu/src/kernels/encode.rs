@@ -33,6 +33,9 @@ pub struct Rows {
     pub x: [u64; 3],
     /// From page to page and head to head, and from row to row of elements, in bytes.
     pub pages: [u64; 3],
+    /// Elements of the factors of the rotation from head to head, where equalized keys are read: a head has signs times factors, then
+    /// roots. 0 where all heads share signs and roots, and where rows are stored.
+    pub factor_stride: u64,
     /// Key/value heads.
     pub heads: u32,
     /// Elements of a row.
@@ -41,6 +44,15 @@ pub struct Rows {
     pub page: u32,
     /// Entries of a sequence in the table.
     pub width: u32,
+}
+
+impl Rows {
+    /// Elements of the factors of all heads, for `len` of a head.
+    #[must_use]
+    pub const fn factors(&self, len: usize) -> usize {
+        let heads = (self.heads as usize).saturating_sub(1);
+        (self.factor_stride as usize).saturating_mul(heads).saturating_add(len)
+    }
 }
 
 /// Rows that go to one sequence, as `runs` has them in 8 numbers: the batch entry and the first row that they come
@@ -444,8 +456,12 @@ struct Elements<'a, T: Element> {
     x: &'a Buffer<T>,
     /// Means `[heads, D]`.
     means: &'a Buffer<f32>,
+    /// Inverses of the factors of equalized keys `[heads, D]`.
+    inverses: &'a Buffer<f32>,
     /// True if the mean of their head is subtracted from rows before they are stored.
     centered: bool,
+    /// True if they are multiplied by the inverses of their head then.
+    equalized: bool,
 }
 
 /// Loads a row. Returns true if the lane's own elements are finite.
@@ -461,6 +477,9 @@ fn load_row<T: Element, const DIM: usize>(
         let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
             number -= elements.means[from.head * DIM as u32 + c];
+        }
+        if elements.equalized {
+            number *= elements.inverses[from.head * DIM as u32 + c];
         }
         row[start + c] = number;
         finite = finite && number.is_finite();
@@ -481,6 +500,9 @@ fn load_octet<T: Element, const LANE_COORDINATES: usize>(
         let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
             number -= elements.means[from.head * (8 * LANE_COORDINATES) as u32 + c];
+        }
+        if elements.equalized {
+            number *= elements.inverses[from.head * (8 * LANE_COORDINATES) as u32 + c];
         }
         x[k] = number;
     }
@@ -536,7 +558,8 @@ pub fn codes_at<const FORMAT: u32, const DIM: usize>(params: &Rows, row: RunRow)
 /// Threadgroups are (any number, runs): the SIMD groups of a run share its rows. A line of `table` holds the pages of a
 /// sequence by blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` is
 /// [`encode_table`](crate::encoding::encode_table), `factors` has the signs of the rotation of order `ORDER`, which is
-/// 0 where the codec has none. Centered keys are stored without the mean `[heads, D]` of their head.
+/// 0 where the codec has none. Centered keys are stored without the mean `[heads, D]` of their head, and then equalized
+/// ones times the `inverses` of its factors `[heads, D]`.
 ///
 /// A row whose norm is above the largest one, or that has a NaN or an infinity, is not stored: its bytes become 0xFF,
 /// so that its scale is a NaN, or its elements are. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the
@@ -559,6 +582,7 @@ pub fn codes_at<const FORMAT: u32, const DIM: usize>(params: &Rows, row: RunRow)
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(numbers.len() >= 320 && !status.is_empty(), "320 numbers and a status"),
     requires(!centered || means.len() >= params.heads as usize * DIM, "a mean for each head"),
+    requires(!equalized || inverses.len() >= params.heads as usize * DIM, "an inverse factor for each coordinate of each head"),
     requires(ORDER == 0 || factors.len() >= DIM + block_count(ORDER, DIM), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
@@ -570,6 +594,7 @@ pub fn codes_at<const FORMAT: u32, const DIM: usize>(params: &Rows, row: RunRow)
 pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
     x: &Buffer<T>,
     means: &Buffer<f32>,
+    inverses: &Buffer<f32>,
     factors: &Buffer<f32>,
     numbers: &Buffer<u32>,
     table: &Buffer<u32>,
@@ -578,6 +603,7 @@ pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
     pages: &mut Buffer<u8>,
     status: &mut Buffer<u32>,
     #[constant] centered: bool,
+    #[constant] equalized: bool,
     #[constant] unbiased: bool,
 ) {
     let mut held: Shared<f32> = shared(HELD);
@@ -587,7 +613,7 @@ pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
     let mut indices: Shared<u8> = shared(256);
     fill_tables::<FORMAT, DIM>(numbers, &mut known, &mut levels, &mut indices);
     barrier();
-    let elements = Elements::<T> { x, means, centered };
+    let elements = Elements::<T> { x, means, inverses, centered, equalized };
     let run = run_of(runs, group_y());
     let rows = run.rows * params.heads;
     if in_octets(FORMAT, DIM as u32) {
@@ -629,7 +655,7 @@ pub fn encode<T: Element, const FORMAT: u32, const DIM: usize>(
                 if ORDER > 0 {
                     // Lanes have read the elements that others are about to rotate.
                     simd_barrier();
-                    rotate::<DIM, ORDER>(&mut held, start, factors);
+                    rotate::<DIM, ORDER>(&mut held, start, factors, 0);
                 }
                 if SCHEME == HALVES {
                     store_halves::<DIM>(pages, place, &held, start);

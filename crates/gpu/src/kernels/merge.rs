@@ -267,7 +267,7 @@ pub fn merge<QElement: Element, const VALUE_DIM: usize, const ORDER: u32>(
     barrier();
     if ORDER > 0 {
         if simd_index() == 0 {
-            unrotate::<VALUE_DIM, ORDER>(&mut row, 0, factors);
+            unrotate::<VALUE_DIM, ORDER>(&mut row, 0, factors, 0);
         }
         barrier();
     }

@@ -313,8 +313,10 @@ pub fn stage_queries<
 /// Memory that queries are prepared with.
 #[device]
 pub struct QueryMemory<'a> {
-    /// Signs of the rotation of keys, then 1 over the root of the dimension.
+    /// Signs of the rotation of keys, then 1 over the root of the length of each block.
     pub factors: &'a Buffer<f32>,
+    /// Elements of `factors` from one key/value head to the next: see [`Attend`].
+    pub factor_stride: u64,
     /// Means of centered keys `[Hkv, D]`.
     pub means: &'a Buffer<f32>,
     /// True if keys are centered.
@@ -331,7 +333,7 @@ pub struct Prepared {
 }
 
 /// Prepares the query that is staged from element `start` on for the product with the keys of its head: rotates it as
-/// the keys are, and, where they are codes, divides it by a power of two that makes its coordinates at most 2, as they
+/// the keys are, times the factors of equalized keys, and, where they are codes, divides it by a power of two that makes its coordinates at most 2, as they
 /// are multiplied as f16. By a SIMD group.
 #[device]
 pub fn prepare_query<const K_FORMAT: u32, const HEAD_DIM: usize, const K_ORDER: u32>(
@@ -348,7 +350,7 @@ pub fn prepare_query<const K_FORMAT: u32, const HEAD_DIM: usize, const K_ORDER: 
         prepared.bias = simd_sum(prepared.bias);
     }
     if K_ORDER > 0 {
-        rotate::<HEAD_DIM, K_ORDER>(queries, start, memory.factors);
+        rotate::<HEAD_DIM, K_ORDER>(queries, start, memory.factors, kv_head as u64 * memory.factor_stride);
     }
     if is_codes(K_FORMAT) {
         let mut greatest = 0.0;

@@ -84,12 +84,18 @@ fn across<const ORDER: u32>(row: &mut Shared<f32>, start: u32, run: u32, transpo
     simd_barrier();
 }
 
-/// Rotates `DIM` numbers from `start` on. `factors` has the signs, then 1 over the root of the length of each block. The order may be 0
-/// in calls that are compiled but never made.
+/// Rotates `DIM` numbers from `start` on. `factors` has, from element `signs` on, the signs, then 1 over the root of the length of each
+/// block. For queries of equalized keys, the signs are times the factors of the keys' channels. The order may be 0 in calls that are
+/// compiled but never made.
 #[device]
-pub fn rotate<const DIM: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
+pub fn rotate<const DIM: usize, const ORDER: u32>(
+    row: &mut Shared<f32>,
+    start: u32,
+    factors: &Buffer<f32>,
+    signs: u64,
+) {
     for at in (simd_lane()..DIM as u32).step_by(32) {
-        row[start + at] *= factors[at];
+        row[start + at] *= factors[signs + at as u64];
     }
     simd_barrier();
     let mut first = 0u32;
@@ -100,7 +106,7 @@ pub fn rotate<const DIM: usize, const ORDER: u32>(row: &mut Shared<f32>, start: 
         butterflies(row, start + first, len, run);
         across::<ORDER>(row, start + first, run, false);
         for at in (simd_lane()..len).step_by(32) {
-            row[start + first + at] *= factors[DIM as u32 + block];
+            row[start + first + at] *= factors[signs + (DIM as u32 + block) as u64];
         }
         first += len;
         block += 1;
@@ -108,12 +114,13 @@ pub fn rotate<const DIM: usize, const ORDER: u32>(row: &mut Shared<f32>, start: 
     simd_barrier();
 }
 
-/// Undoes [`rotate`].
+/// Undoes [`rotate`]; of keys, with signs that are times their factors, also the division by these.
 #[device]
 pub fn unrotate<const DIM: usize, const ORDER: u32>(
     row: &mut Shared<f32>,
     start: u32,
     factors: &Buffer<f32>,
+    signs: u64,
 ) {
     let mut first = 0u32;
     let mut block = 0u32;
@@ -123,8 +130,8 @@ pub fn unrotate<const DIM: usize, const ORDER: u32>(
         across::<ORDER>(row, start + first, run, true);
         butterflies(row, start + first, len, run);
         for at in (simd_lane()..len).step_by(32) {
-            let root = factors[DIM as u32 + block];
-            row[start + first + at] = row[start + first + at] * root * factors[first + at];
+            let root = factors[signs + (DIM as u32 + block) as u64];
+            row[start + first + at] = row[start + first + at] * root * factors[signs + (first + at) as u64];
         }
         first += len;
         block += 1;
@@ -158,9 +165,9 @@ pub fn hadamard<const DIM: usize>(
         }
         simd_barrier();
         if back {
-            unrotate::<DIM, ORDER>(&mut held, start, factors);
+            unrotate::<DIM, ORDER>(&mut held, start, factors, 0);
         } else {
-            rotate::<DIM, ORDER>(&mut held, start, factors);
+            rotate::<DIM, ORDER>(&mut held, start, factors, 0);
         }
         for at in (simd_lane()..DIM as u32).step_by(32) {
             out[row as u64 * DIM as u64 + at as u64] = held[start + at];

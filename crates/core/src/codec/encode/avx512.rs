@@ -9,6 +9,7 @@
 use super::{EncodeJob, EncodeRows, MAX_ENERGY, PageRows, SourceRows};
 use crate::codec::coder::Scheme;
 use crate::codec::fp8;
+use crate::codec::key_transform::ChannelTransform;
 use crate::codec::ops::avx512::{Avx512, Vbmi, add_up, load_table, look_up, short_butterflies};
 use crate::codec::planes::planes as planes_of;
 use crate::codec::quantizer::{
@@ -28,7 +29,7 @@ const SHORT: f32 = 0.99 * MAX_ENERGY;
 impl EncodeRows for Avx512 {
     #[inline(always)]
     fn is_short(rows: &SourceRows<'_>, head: usize, row: usize) -> bool {
-        let (bytes, mean) = (rows.row(head, row), rows.mean(head));
+        let (bytes, ChannelTransform { mean, inverses, .. }) = (rows.row(head, row), rows.of_head(head));
         let dtype = rows.tensor.dtype();
         let dim = bytes.len() / dtype.bytes();
         if !dim.is_multiple_of(LANES) {
@@ -50,6 +51,9 @@ impl EncodeRows for Avx512 {
                 };
                 if let Some(mean) = mean {
                     x = _mm512_sub_ps(x, _mm512_loadu_ps(mean[at..at + LANES].as_ptr()));
+                }
+                if let Some(inverses) = inverses {
+                    x = _mm512_mul_ps(x, _mm512_loadu_ps(inverses[at..at + LANES].as_ptr()));
                 }
                 sums = _mm512_fmadd_ps(x, x, sums);
             }
@@ -140,13 +144,13 @@ trait Encoder {
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16;
 }
 
-/// Loads a row of elements as f32, minus the mean of its head.
+/// Loads a row of elements as f32, transformed as its head is.
 #[inline(always)]
 unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -> [__m512; V] {
-    let (bytes, mean) = (rows.row(head, row), rows.mean(head));
+    let (bytes, ChannelTransform { mean, inverses, .. }) = (rows.row(head, row), rows.of_head(head));
     assert!(bytes.len() == V * LANES * rows.tensor.dtype().bytes());
     let p = bytes.as_ptr();
-    // SAFETY: the assertions check the lengths of row and mean.
+    // SAFETY: the assertions check the lengths of row, mean and inverses.
     unsafe {
         let mut x = [_mm512_setzero_ps(); V];
         match rows.tensor.dtype() {
@@ -171,6 +175,12 @@ unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -
             assert!(mean.len() == V * LANES);
             for n in 0..V {
                 x[n] = _mm512_sub_ps(x[n], _mm512_loadu_ps(mean.as_ptr().add(LANES * n)));
+            }
+        }
+        if let Some(inverses) = inverses {
+            assert!(inverses.len() == V * LANES);
+            for n in 0..V {
+                x[n] = _mm512_mul_ps(x[n], _mm512_loadu_ps(inverses.as_ptr().add(LANES * n)));
             }
         }
         x

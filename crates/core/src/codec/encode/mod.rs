@@ -5,6 +5,7 @@ mod avx512;
 
 use super::coder::{Coder, RowSteps};
 use super::error::{EncodeError, MAX_NORM};
+use super::key_transform::ChannelTransform;
 use super::numeric::energy;
 #[cfg(target_arch = "x86_64")]
 use super::ops::avx2::Avx2;
@@ -22,7 +23,7 @@ pub(super) trait EncodeRows: RowSteps {
         false
     }
 
-    /// Returns true if the energy of a row, after the mean is subtracted, is below the limit by more than the
+    /// Returns true if the energy of a row, after its transform, is below the limit by more than the
     /// order of summation can change.
     #[inline(always)]
     fn is_short(_: &SourceRows<'_>, _head: usize, _row: usize) -> bool {
@@ -38,34 +39,39 @@ impl EncodeRows for Avx2 {}
 /// The largest energy of a row that is stored.
 pub(super) const MAX_ENERGY: f32 = MAX_NORM * MAX_NORM;
 
-/// Rows of a tensor `[1, heads, rows, dim]`, and a mean `[heads, dim]` to subtract.
+/// Rows of a tensor `[1, heads, rows, dim]`, and the transform `[heads, dim]` of its channels.
 #[derive(Clone, Copy)]
 pub(super) struct SourceRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
-    pub(super) mean: Option<&'a [f32]>,
+    pub(super) transform: ChannelTransform<'a>,
 }
 
 impl<'a> SourceRows<'a> {
-    /// The elements of a row before subtracting the mean.
+    /// The elements of a row before the transform.
     #[inline(always)]
     pub(super) fn row(&self, head: usize, row: usize) -> &'a [u8] {
         self.tensor.row_bytes([0, head, row])
     }
 
-    /// The mean of a head.
+    /// The transform of a head.
     #[inline(always)]
-    pub(super) fn mean(&self, head: usize) -> Option<&'a [f32]> {
-        let dim = self.tensor.shape()[3];
-        self.mean.map(|mean| &mean[head * dim..][..dim])
+    pub(super) fn of_head(&self, head: usize) -> ChannelTransform<'a> {
+        self.transform.head(head, self.tensor.shape()[3])
     }
 
-    /// A row as f32.
+    /// A row as f32, transformed.
     #[inline(always)]
     pub(super) fn load<O: Ops>(&self, head: usize, row: usize, x: &mut [f32]) {
         O::widen(self.tensor.dtype(), self.row(head, row), x);
-        if let Some(mean) = self.mean(head) {
+        let ChannelTransform { mean, inverses, .. } = self.of_head(head);
+        if let Some(mean) = mean {
             for (x, mean) in x.iter_mut().zip(mean) {
                 *x -= mean;
+            }
+        }
+        if let Some(inverses) = inverses {
+            for (x, inverse) in x.iter_mut().zip(inverses) {
+                *x *= inverse;
             }
         }
     }

@@ -62,14 +62,16 @@ impl ScoreTask<'_> {
         unsafe { MatMut::new(self.memory.packed_q, depth, self.memory.packed_rows, depth) }
     }
 
-    /// Brings packed queries to the domain in which keys are stored: for codes, the products with the mean that keys lack, and the rotation.
+    /// Brings packed queries to the domain in which keys are stored: for codes, the products with the mean that keys lack, the
+    /// factors that keys are divided by, and the rotation.
     ///
     /// # Safety
     /// The queries are packed.
     pub(crate) unsafe fn rotate_queries(&self) {
         let KvView::Codes(codes) = &self.run.inputs.k else { return };
         // Quantized keys are not multiplied as pairs: a packed query has head_dim elements.
-        let (head_dim, mean) = (self.head_dim(), codes.mean(self.rows.kv_head));
+        let (head_dim, kv_head) = (self.head_dim(), self.rows.kv_head);
+        let (mean, factors) = (codes.mean(kv_head), codes.factors(kv_head));
         for row in 0..self.rows.count {
             // SAFETY: the packed query, and the product of each row.
             unsafe {
@@ -79,6 +81,9 @@ impl ScoreTask<'_> {
                     let products = query.iter().zip(mean).map(|(q, mean)| f64::from(*q) * f64::from(*mean));
                     let factor = f64::from(self.factor_of_scores(&self.query(row)).unwrap_or(1.0));
                     *self.memory.mean_scores.add(row) = (products.sum::<f64>() * factor) as f32;
+                }
+                if let Some(factors) = factors {
+                    query.iter_mut().zip(factors).for_each(|(q, factor)| *q *= factor);
                 }
                 if let Some(rotation) = codes.coder().rotation() {
                     flashtile_core::codec::rotate(self.run.token, rotation, query);

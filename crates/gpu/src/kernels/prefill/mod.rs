@@ -149,7 +149,7 @@ use flashtile_kernel::prelude::*;
     requires(sequences.len() >= (SEQUENCE_WORDS * groups[2]) as usize, "the words of every sequence"),
     requires(!has_sinks || sinks.len() >= params.q_heads as usize, "a sink for each head"),
     requires(!with_lse || lse.len() as u64 >= params.rows(), "a logsumexp for each row"),
-    requires(K_ORDER == 0 || k_factors.len() >= HEAD_DIM + block_count(K_ORDER, HEAD_DIM), "a factor for each coordinate of a key, and a root for each block"),
+    requires(K_ORDER == 0 || k_factors.len() >= params.k_factors(HEAD_DIM + block_count(K_ORDER, HEAD_DIM)), "a factor for each coordinate of a key, and a root for each block"),
     requires(V_ORDER == 0 || is_split || v_factors.len() >= VALUE_DIM + block_count(V_ORDER, VALUE_DIM), "a factor for each coordinate of a value, and a root for each block"),
     requires(!is_split || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
     requires(!is_split || !has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
@@ -236,7 +236,7 @@ pub fn prefill<
     clear_blocks::<KOperand, VOperand, HEAD_DIM, VALUE_DIM, K_COLUMNS, V_COLUMNS, K_BLOCKS, KEY_TILES, SIMD_GROUPS,
         KV_BUFFERS>(&mut keys, &mut vals);
     fill_table::<K_FORMAT, V_FORMAT, HEAD_DIM, VALUE_DIM, SIMD_GROUPS>(k_codes, v_codes, &mut nibbles);
-    let query = QueryMemory { factors: k_factors, means, centered: has_k_mean };
+    let query = QueryMemory { factors: k_factors, factor_stride: params.k_factor_stride, means, centered: has_k_mean };
     let queries = queries_of::<QElement, KOperand, K_FORMAT, HEAD_DIM, K_COLUMNS, K_PAIR_WORDS, K_ORDER, K_PAIRS,
         ROW_TILES, TEAM_SIMDS, STAGED_ROWS, STAGED_LEN>(q, tile, params, query, &mut scratch);
     let column = first_column::<V_COLUMNS, TEAM_SIMDS>();

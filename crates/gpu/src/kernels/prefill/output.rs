@@ -297,7 +297,7 @@ fn store_unrotated<
                 }
                 barrier();
                 if STAGED_ROWS == TEAM_SIMDS || part_index::<TEAM_SIMDS>() < STAGED_ROWS as u32 {
-                    unrotate::<VALUE_DIM, V_ORDER>(staged, start, factors);
+                    unrotate::<VALUE_DIM, V_ORDER>(staged, start, factors, 0);
                     let row = own_row + (16 * m + 8 * h) as u32 + STAGED_ROWS as u32 * turn;
                     if row < output.tile.rows {
                         let at = out_start(output, row);
