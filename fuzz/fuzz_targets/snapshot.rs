@@ -64,6 +64,9 @@ fn restore(snapshot: &Snapshot, desc: CacheDesc) -> Result<(), CacheError> {
     if let Some(mean) = snapshot.key_mean(0)? {
         cache.set_key_mean(0, mean)?;
     }
+    if let Some(factors) = snapshot.key_factors(0)? {
+        cache.set_key_factors(0, factors)?;
+    }
     let seq = cache.restore(snapshot)?;
     let before = rows(&cache, seq);
     attend(&cache, seq);

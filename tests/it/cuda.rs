@@ -479,6 +479,10 @@ fn ten_thousand_operations_leave_the_bytes_of_a_cache_in_main_memory() {
         if desc == centered {
             twins.center().unwrap();
         }
+        // With a mean and without.
+        if [Codec::Int8, Codec::Tq3].contains(&desc.k) {
+            twins.equalize().unwrap();
+        }
         if let Err(why) = twins.run(1000, 50) {
             panic!("{desc:?}: {why}");
         }
@@ -507,6 +511,11 @@ fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
             let mean = key_mean(&view(&keys));
             host.set_key_mean(1, &mean).unwrap();
             device.set_key_mean(1, &mean).unwrap();
+        }
+        if k.supports_key_factors() {
+            let factors: Vec<f32> = data(heads * dim).iter().map(|x| -x.exp()).collect();
+            host.set_key_factors(1, &factors).unwrap();
+            device.set_key_factors(1, &factors).unwrap();
         }
         let [on_host, on_device] = [host.create().unwrap(), device.create().unwrap()];
         host.append(&[(on_host, tokens)], &[(view(&keys), view(&values)); 2]).unwrap();

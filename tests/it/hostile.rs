@@ -1,7 +1,7 @@
 //! Inputs that no model or encoder produces: snapshots that are cut or changed; rows of zeros, NaN and infinities
 //! wherever a cache takes rows; tables and descriptions of any numbers.
 
-use flashtile::cache::{BlockTables, CsrTables, NO_PAGE, Snapshot};
+use flashtile::cache::{BlockTables, CsrTables, KeyTransformError, NO_PAGE, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
 use flashtile::plan::known_machines;
 use flashtile::problem::MAX_LEN;
@@ -52,12 +52,15 @@ fn append(cache: &mut KvCache, seq: SeqId, k: &[f32], v: &[f32]) -> Result<(), C
     cache.append(&[(seq, n)], &[pair; LAYERS])
 }
 
-/// An empty cache with a mean of the keys of every layer, if they are quantized.
+/// An empty cache with a mean of the keys of every layer, if they are quantized, and factors, if the codec takes them.
 fn centered(desc: CacheDesc) -> KvCache {
     let mut cache = KvCache::new(desc).unwrap();
     for layer in 0..LAYERS {
         if desc.k.dtype().is_none() {
             cache.set_key_mean(layer, &rows(7 + layer as u64, 1, DIMS[0])).unwrap();
+        }
+        if desc.k.supports_key_factors() {
+            cache.set_key_factors(layer, &rows(17 + layer as u64, 1, DIMS[0])).unwrap();
         }
     }
     cache
@@ -127,6 +130,8 @@ fn snapshots_as_bytes_are_the_snapshots() {
                 assert_eq!(contents(&other, restored, layer), contents(&cache, seq, layer), "{k} {v}");
                 assert_eq!(read.key_mean(layer).unwrap(), cache.key_mean(layer).unwrap());
                 assert_eq!(read.key_mean(layer).unwrap().is_some(), k.dtype().is_none());
+                assert_eq!(read.key_factors(layer).unwrap(), cache.key_factors(layer).unwrap());
+                assert_eq!(read.key_factors(layer).unwrap().is_some(), k.supports_key_factors());
             }
             assert_eq!(read.key_mean(LAYERS), Err(CacheError::Layer { got: LAYERS, layers: LAYERS }));
             // Also of an empty sequence.
@@ -193,7 +198,7 @@ fn headers_that_say_something_else_are_refused() {
     refuse(NAMES, &name(b"\0int8"), "snapshot has another codec of k than this version reads");
     let why = format!("k is mlx-tq8 with {} elements a row, expected 256 or 512", DIMS[0]);
     refuse(NAMES, &name(b"mlx-tq8"), &why);
-    refuse(NAMES + 32, &[2], "snapshot has another flag of a mean than this version reads");
+    refuse(NAMES + 32, &[4], "snapshot has another flag of a mean or of factors than this version reads");
     // Another codec or dimension has another number of bytes.
     let (k, v) = (Codec::Int8.row_bytes(DIMS[0]), Codec::Tq5.row_bytes(DIMS[1]));
     let other = Codec::Tq2.row_bytes(DIMS[1]);
@@ -214,9 +219,12 @@ fn headers_that_say_something_else_are_refused() {
     let mut bytes = cache.snapshot(seq).unwrap().to_bytes();
     let at = NAMES + 32 + LAYERS + 4 * 5;
     bytes[at..at + 4].copy_from_slice(&f32::NAN.to_ne_bytes());
-    assert_eq!(Snapshot::from_bytes(&bytes).unwrap_err(), CacheError::MeanNotFinite);
+    assert_eq!(Snapshot::from_bytes(&bytes).unwrap_err(), KeyTransformError::MeanNotFinite.into());
     bytes[NAMES..NAMES + 16].copy_from_slice(&name(b"f32"));
-    assert_eq!(Snapshot::from_bytes(&bytes).unwrap_err(), CacheError::MeanOfElements { codec: Codec::F32 });
+    assert_eq!(
+        Snapshot::from_bytes(&bytes).unwrap_err(),
+        KeyTransformError::MeanOfElements { codec: Codec::F32 }.into()
+    );
 }
 
 #[test]

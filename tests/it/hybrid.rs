@@ -1,5 +1,6 @@
 //! Caches whose layers differ: the layer lists of two models, refusals, and random operations against lists of tokens.
 
+use flashtile::cache::KeyTransformError;
 use flashtile::{
     Attention, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Dtype, HybridCache, KvCache,
     KvCacheExt, Outputs, OwnedTensor, SeqId, StepTensors, TensorView,
@@ -206,7 +207,8 @@ fn errors_name_layers_as_the_model_does() {
     let refused = codes.write(2, &[(seq, 1)], &bad, &good).unwrap_err();
     assert!(matches!(refused, CacheError::Row { layer: 2, tensor: "k", .. }), "{refused}");
     codes.write(2, &[(seq, 1)], &good, &good).unwrap();
-    assert_eq!(codes.set_key_mean(2, &[0.0; 64]), Err(CacheError::MeanFixed { layer: 2 }));
+    assert_eq!(codes.set_key_mean(2, &[0.0; 64]), Err(KeyTransformError::Fixed { layer: 2 }.into()));
+    assert_eq!(codes.set_key_factors(2, &[1.0; 64]), Err(KeyTransformError::Fixed { layer: 2 }.into()));
     let mut step = codes.step(&[(seq, 1)]).unwrap();
     let mut out = OwnedTensor::zeros(Dtype::F32, [1, 1, 1, 64]).unwrap();
     let refused = step.attend(2, good, bad, good, &mut out.view_mut()).unwrap_err().to_string();

@@ -17,6 +17,7 @@ mod decode_loop;
 mod defects;
 mod docs;
 mod edges;
+mod equalized;
 mod external;
 mod front_door;
 mod hostile;

@@ -558,7 +558,7 @@ fn means_stay_out_of_its_buffers() {
     append(&mut cache, seq, 2, 8);
     let slot = |side| cache.slot(0, seq, side, 8).unwrap();
     let (mut codes, mut norms) = (vec![0; 8 * 256], vec![0.0; 8]);
-    assert_eq!(slot(Side::Keys).to_mlx(&mut codes, &mut norms), Err(PagesError::Mean));
+    assert_eq!(slot(Side::Keys).to_mlx(&mut codes, &mut norms), Err(PagesError::KeyTransform));
     slot(Side::Values).to_mlx(&mut codes, &mut norms).unwrap();
     let mut plain = KvCache::new(desc).unwrap();
     let other = plain.create().unwrap();
@@ -566,7 +566,7 @@ fn means_stay_out_of_its_buffers() {
     let (k, v) = (slot(Side::Keys), slot(Side::Values));
     let (k, v) = (KvView::Codes(k.view()), KvView::Codes(v.view()));
     let refusal = plain.load(0, other, &k, &v).unwrap_err().to_string();
-    assert_eq!(refusal, "rows for layer 0 were stored with another mean than this cache has");
+    assert_eq!(refusal, "rows for layer 0 and this cache differ in the mean of their keys");
     // Attention accounts for the mean as with any other codec.
     let tables = cache.tables(&[seq]).unwrap();
     let mut desc = ProblemDesc::cached(

@@ -1,6 +1,7 @@
 //! Quantized keys and values: attention, and caches that store them.
 
 use crate::support::{all_pass, answer, build, options, quantizing};
+use flashtile::cache::KeyTransformError;
 use flashtile::codec::{CodePages, MAX_NORM, Side, key_mean};
 use flashtile::plan::{Isa, machines};
 use flashtile::quality::{Head, Quality, quality};
@@ -309,9 +310,9 @@ fn a_mean_is_given_and_then_fixed() {
         cache_with(elements, None).set_key_mean(0, &mean),
     ];
     let want = [
-        "layer 0 has rows: the mean of its keys is fixed",
+        "layer 0 has rows: mean and factors of its keys are fixed",
         "layer 1 asked for, the cache has 1",
-        "mean has 191 elements, expected 192: kv_heads * head_dim",
+        "mean of 191 elements, expected 192: kv_heads * head_dim",
         "mean holds a NaN or an infinity",
         "mean holds a NaN or an infinity",
         "keys are stored as f16, expected a quantizing codec for a mean",
@@ -326,7 +327,7 @@ fn a_mean_is_given_and_then_fixed() {
     append(&mut replaced, seq, &k, &v).unwrap();
     assert!(replaced.snapshot(seq).unwrap().to_bytes() == centered.snapshot(seqs[1]).unwrap().to_bytes());
     replaced.remove(seq).unwrap();
-    assert_eq!(replaced.set_key_mean(0, &[1.0; 192]), Err(CacheError::MeanFixed { layer: 0 }));
+    assert_eq!(replaced.set_key_mean(0, &[1.0; 192]), Err(KeyTransformError::Fixed { layer: 0 }.into()));
 }
 
 #[test]
@@ -358,7 +359,7 @@ fn a_snapshot_is_restored_over_its_own_mean_only() {
             let before = cache.memory();
             assert_eq!(
                 cache.restore(snapshot).unwrap_err().to_string(),
-                "snapshot has keys of layer 0 with another mean than this cache has"
+                "snapshot and this cache differ in the mean of the keys of layer 0"
             );
             // A snapshot sets no mean, which would hold for all other sequences.
             assert_eq!((cache.key_mean(0).unwrap(), cache.memory()), (mean, before));

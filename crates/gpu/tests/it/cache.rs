@@ -1,7 +1,7 @@
 //! Caches on the simulator hold what caches in main memory do, byte for byte, after any operations.
 
 use flashtile_core::cache::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, PageCopy, PageStore, SeqId,
+    CacheDesc, CacheError, CacheLayout, CacheShape, KeyTransformError, KvCache, PageCopy, PageStore, SeqId,
 };
 use flashtile_core::codec::{Codec, EncodeError};
 use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
@@ -78,13 +78,21 @@ fn desc(layout: CacheLayout, (k, head_dim): (Codec, usize), (v, value_dim): (Cod
 }
 
 fn agree(desc: CacheDesc, element: ScalarType, operations: usize) {
-    agree_centered(desc, element, operations, false);
+    agree_transformed(desc, element, operations, [false; 2]);
 }
 
-fn agree_centered(desc: CacheDesc, element: ScalarType, operations: usize, centered: bool) {
+fn agree_transformed(
+    desc: CacheDesc,
+    element: ScalarType,
+    operations: usize,
+    [centered, equalized]: [bool; 2],
+) {
     let mut twins = CacheTwins::new(Simulator::new(), desc, element, Some(find)).unwrap();
     if centered {
         twins.center().unwrap();
+    }
+    if equalized {
+        twins.equalize().unwrap();
     }
     if let Err(why) = twins.run(operations, 5) {
         panic!("{desc:?}: {why}");
@@ -93,7 +101,11 @@ fn agree_centered(desc: CacheDesc, element: ScalarType, operations: usize, cente
 
 #[test]
 fn codes_in_every_layout_are_those_of_the_host() {
-    agree_centered(desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64)), ScalarType::F32, 40, true);
+    let of_int8 = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    agree_transformed(of_int8, ScalarType::F32, 40, [true, false]);
+    agree_transformed(of_int8, ScalarType::F32, 40, [true; 2]);
+    let of_tq4 = desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48));
+    agree_transformed(of_tq4, ScalarType::F32, 40, [false, true]);
     agree(desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32, 40);
     agree_centered(desc(RING, (Codec::Rot16, 64), (Codec::Rot16, 33)), ScalarType::F32, 40, true);
     agree(desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48)), ScalarType::F32, 40);
@@ -103,7 +115,9 @@ fn codes_in_every_layout_are_those_of_the_host() {
 
 #[test]
 fn codes_of_any_dimension_are_those_of_the_host() {
-    agree_centered(desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33)), ScalarType::F32, 40, true);
+    let of_tq5 = desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33));
+    agree_transformed(of_tq5, ScalarType::F32, 40, [true, false]);
+    agree_transformed(of_tq5, ScalarType::F32, 40, [true; 2]);
     agree(desc(CONTIGUOUS, (Codec::Int8, 100), (Codec::Fp8, 7)), ScalarType::F32, 40);
 }
 
@@ -233,20 +247,25 @@ fn other_sequences_and_chunks_change_no_byte() {
 }
 
 #[test]
-fn a_snapshot_sets_no_mean() {
+fn a_snapshot_sets_no_transform() {
     let desc = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
-    let mean = vec![0.5; 2 * 64];
+    let (mean, factors) = (vec![0.5; 2 * 64], vec![-0.75; 2 * 64]);
     let mut centered = cache_of(&desc, Some(&mean));
+    (0..2).for_each(|layer| centered.set_key_factors(layer, &factors).unwrap());
     let seq = centered.create().unwrap();
     let rows = vec![0.25; 3 * 2 * 64];
     append_rows(&mut centered, &[(seq, 3)], [&rows, &rows]);
     let snapshot = centered.snapshot(seq).unwrap();
     let mut fresh = cache_of(&desc, None);
-    let refused = StoreError::Cache(CacheError::SnapshotMean { layer: 0 });
-    assert_eq!(fresh.restore(&snapshot).unwrap_err(), refused);
+    let refused = |part| StoreError::Cache(KeyTransformError::Snapshot { layer: 0, part }.into());
+    assert_eq!(fresh.restore(&snapshot).unwrap_err(), refused("mean"));
     assert_eq!((fresh.key_mean(0).unwrap(), fresh.memory().sequences), (None, 0));
     for layer in 0..2 {
         fresh.set_key_mean(layer, snapshot.key_mean(layer).unwrap().unwrap()).unwrap();
+    }
+    assert_eq!(fresh.restore(&snapshot).unwrap_err(), refused("factors"));
+    for layer in 0..2 {
+        fresh.set_key_factors(layer, snapshot.key_factors(layer).unwrap().unwrap()).unwrap();
     }
     let restored = fresh.restore(&snapshot).unwrap();
     assert_eq!(fresh.snapshot(restored).unwrap().to_bytes(), snapshot.to_bytes());

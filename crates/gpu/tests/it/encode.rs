@@ -1,7 +1,7 @@
 //! Rows are encoded as the CPU encodes them, byte for byte.
 
 use flashtile_core::codec::Codec;
-use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side, level_factor};
+use flashtile_core::codec::{CodePages, Coder, EncodeError, KeyTransform, MAX_NORM, Side, level_factor};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::IsaToken;
 use flashtile_gpu::encoding::{self, Appended};
@@ -63,6 +63,7 @@ pub(super) struct Case {
     table: Vec<u32>,
     runs: Vec<Appended>,
     centered: bool,
+    equalized: bool,
     head_major: bool,
 }
 
@@ -84,6 +85,7 @@ impl Case {
             // Positions 13.. of a table that starts again at 20, and 2.. of another.
             runs: vec![run(0, 1, 10, 0, 13), run(1, 0, 3, 1, 2)],
             centered: side == Side::Keys,
+            equalized: false,
             head_major: false,
         }
     }
@@ -148,9 +150,13 @@ pub(super) fn run_on(
     let held = elements(case.dtype, &mut x);
     let mut rng = Rng::new(99);
     let mean: Vec<f32> = (0..heads * dim).map(|_| rng.normal()).collect();
+    let sign = |n: usize| if n % 3 == 1 { -1.0 } else { 1.0 };
+    let key_factors: Vec<f32> = (0..heads * dim).map(|n| sign(n) * rng.normal().exp()).collect();
+    let transform =
+        KeyTransform::new(case.centered.then(|| mean.clone()), case.equalized.then(|| key_factors.clone()));
 
     let mut wanted = CodePages::new(codec, case.side, [case.pages, heads, page, dim]).unwrap();
-    wanted.set_mean(case.centered.then(|| mean.clone()));
+    wanted.set_key_transform(transform.clone());
     let strides = case.strides();
     let (mut refused, mut before) = (u32::MAX, 0);
     for run in &case.runs {
@@ -179,15 +185,18 @@ pub(super) fn run_on(
         dim: dim as u32,
         page: page as u32,
         width: case.width as u32,
+        factor_stride: 0,
     };
     let runs = encoding::runs(&case.runs, heads as u32).unwrap();
     let (means, factors) = (Memory::from_slice(&mean), flashtile_gpu::codecs::factors(codec, dim));
+    let inverses = Memory::from_slice(transform.inverses().unwrap_or(&[0.0]));
     let (factors, numbers) =
         (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec, dim)));
     let (table, runs) = (Memory::from_slice(&case.table), Memory::from_slice(&runs));
     encode::encode::Call {
         x: held.view(),
         means: means.view(),
+        inverses: inverses.view(),
         factors: factors.view(),
         numbers: numbers.view(),
         table: table.view(),
@@ -196,6 +205,7 @@ pub(super) fn run_on(
         pages: pool.view_mut(),
         status: status.view_mut(),
         centered: case.centered,
+        equalized: case.equalized,
         unbiased: case.side == Side::Keys,
         groups: [2, case.runs.len() as u32, 1],
     }
@@ -275,6 +285,13 @@ fn codes_and_scales_are_those_of_the_cpu() {
         for dim in DIMS.into_iter().filter(|dim| codec.supports(*dim)) {
             for (side, seed) in [(Side::Keys, dim as u64), (Side::Values, 7 + dim as u64)] {
                 all_kinds(&Case::new(codec, side, dim), seed);
+            }
+            if codec.supports_key_factors() {
+                let centered = dim % 3 == 0;
+                all_kinds(
+                    &Case { equalized: true, centered, ..Case::new(codec, Side::Keys, dim) },
+                    5 + dim as u64,
+                );
             }
         }
     }
@@ -561,6 +578,7 @@ fn appended_to<T: Scalar>(
         dim: dim as u32,
         page: page as u32,
         width: width as u32,
+        factor_stride: 0,
     };
     for run in &runs {
         for (row, head) in (0..run.rows as usize).flat_map(|row| (0..heads).map(move |head| (row, head))) {

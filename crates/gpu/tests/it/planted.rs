@@ -220,10 +220,11 @@ fn launches_that_are_not_the_kernels_are_refused() {
 
     let (words, mut pages, mut status) =
         (Memory::from_slice(&[0u32; 320]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
-    let mut appended = |runs: u32, page: u32, centered: bool| {
+    let mut appended = |runs: u32, page: u32, [centered, equalized]: [bool; 2]| {
         let call = encode::encode::Call {
             x: x.view(),
             means: factors.view(),
+            inverses: factors.view(),
             factors: factors.view(),
             numbers: words.view(),
             table: words.view(),
@@ -232,14 +233,16 @@ fn launches_that_are_not_the_kernels_are_refused() {
             pages: pages.view_mut(),
             status: status.view_mut(),
             centered,
+            equalized,
             unbiased: true,
             groups: [1, runs, 1],
         };
         broken(call.launch_instance(&simulator, &native_encode!(f32, 3, 64)))
     };
-    assert_eq!(appended(41, 8, false), "a run for each y");
-    assert_eq!(appended(40, 0, false), "pages have rows");
-    assert_eq!(appended(40, 8, true), "a mean for each head");
+    assert_eq!(appended(41, 8, [false; 2]), "a run for each y");
+    assert_eq!(appended(40, 0, [false; 2]), "pages have rows");
+    assert_eq!(appended(40, 8, [true, false]), "a mean for each head");
+    assert_eq!(appended(40, 8, [false, true]), "an inverse factor for each coordinate of each head");
 }
 
 #[test]

@@ -49,6 +49,9 @@ fn operations_are_byte_for_byte_as_on_the_host() {
         if [Codec::Tq4, Codec::Rot16].contains(&k) {
             twins.center().unwrap();
         }
+        if k.supports_key_factors() && n > 2 {
+            twins.equalize().unwrap();
+        }
         twins.run(60, 20).unwrap();
         assert_eq!(control.take_violations(), [""; 0], "{k} {v}");
     }
