@@ -3,8 +3,8 @@
 use flashtile::cache::{KeyTransformError, Snapshot};
 use flashtile::codec::{KEY_FACTOR_RANGE, Side, key_factors, key_mean};
 use flashtile::{
-    Attend, Attention, CacheDesc, CacheLayout, CacheShape, Codec, Dtype, KvCache, KvView, SeqId, TensorView,
-    TensorViewMut,
+    Attention, CacheDesc, CacheLayout, CacheShape, Codec, Dtype, KvCache, KvCacheExt, KvView, SeqId,
+    TensorView, TensorViewMut,
 };
 use flashtile_testkit::{Guarded, Layout, Rng};
 
