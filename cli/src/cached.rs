@@ -4,19 +4,21 @@ use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
 use crate::operands::{Operands, Order};
 use crate::options::Storage;
-use flashtile::quality::MEAN_ROWS;
+use flashtile::quality::{KeyCodec, MEAN_ROWS};
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset,
-    SeqLens, Sequence, Sequences, TensorView, key_mean,
+    SeqLens, Sequence, Sequences, TensorView, key_factors, key_mean,
 };
 
 /// How a cache stores keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Stored {
     pub(crate) k: Codec,
     pub(crate) v: Codec,
     /// Subtract the mean of the first keys from quantized keys.
     pub(crate) centered: bool,
+    /// Divide keys by this power of the deviations of their channels.
+    pub(crate) equalized: Option<f32>,
 }
 
 impl Stored {
@@ -29,7 +31,12 @@ impl Stored {
                 format_args!("keys are stored as {k}, expected a --k-codec that quantizes, such as int8");
             return Err(Failure::at("--center-keys", what));
         }
-        Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center }))
+        let equalized = storage.equalize;
+        if equalized.is_some() && !k.supports_key_factors() {
+            let what = format_args!("keys are stored as {k}, expected a --k-codec of int8 or tq6 to tq2");
+            return Err(Failure::at("--equalize-keys", what));
+        }
+        Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center, equalized }))
     }
 
     /// The problem with its keys and values in a cache.
@@ -52,7 +59,8 @@ impl Stored {
 
 impl std::fmt::Display for Stored {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "k {}{}, v {}", self.k, if self.centered { " centered" } else { "" }, self.v)
+        let key = KeyCodec { codec: self.k, centered: self.centered, equalized: self.equalized.is_some() };
+        write!(f, "k {}{}, v {}", self.k, key.words(), self.v)
     }
 }
 
@@ -86,9 +94,7 @@ impl Cached {
         };
         let desc = CacheDesc::new(layout, shape, stored.k).with_codecs(stored.k, stored.v);
         let mut cache = KvCache::new(desc).map_err(Failure::new)?;
-        if stored.centered {
-            center(&mut cache, operands)?;
-        }
+        transform(&mut cache, operands, stored)?;
         let mut ids = Vec::with_capacity(sequences.len());
         for (index, sequence) in sequences.iter().enumerate() {
             let id = cache.create().map_err(Failure::new)?;
@@ -130,19 +136,29 @@ impl Cached {
     }
 }
 
-/// Sets the key mean of a cache to the mean of the first keys of the first sequence that has keys.
-fn center(cache: &mut KvCache, operands: &Operands<'_>) -> Result<()> {
+/// Sets the key mean and the key factors of a cache, where they are asked for, as the first keys of the first sequence that has keys give
+/// them. Factors are relative to the mean, subtracted or not.
+fn transform(cache: &mut KvCache, operands: &Operands<'_>, stored: Stored) -> Result<()> {
+    if !stored.centered && stored.equalized.is_none() {
+        return Ok(());
+    }
     let Some(mut first) = operands.problem.sequences().iter().find(|of| of.kv_len > 0).copied() else {
         return Ok(());
     };
     first.kv_len = first.kv_len.min(MEAN_ROWS);
-    let mean = key_mean(&operands.k_rows(&first)?);
+    let keys = operands.k_rows(&first)?;
+    let mean = key_mean(&keys);
     // Keys without a finite mean are refused when they are stored, by an error that names their row.
-    if mean.iter().all(|x| x.is_finite()) {
-        cache.set_key_mean(0, &mean).map_err(Failure::new)
-    } else {
-        Ok(())
+    if !mean.iter().all(|x| x.is_finite()) {
+        return Ok(());
     }
+    if stored.centered {
+        cache.set_key_mean(0, &mean).map_err(Failure::new)?;
+    }
+    stored.equalized.map_or(Ok(()), |power| {
+        let factors = key_factors(&keys, &mean, power);
+        cache.set_key_factors(0, &factors).map_err(|why| Failure::at("--equalize-keys", why))
+    })
 }
 
 /// Indices of rows `[batch, heads, rows]`, in the order of attention over a cache: `[batch * rows, heads]`.

@@ -1,6 +1,6 @@
 //! Options that several commands have.
 
-use crate::parse::{codec, dtype, isa, prefix, q_offset, threads, window};
+use crate::parse::{codec, dtype, isa, power, prefix, q_offset, threads, window};
 use crate::report::counted;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, Command, ValueEnum};
@@ -70,6 +70,11 @@ pub(crate) struct Storage {
     /// a large constant component. Plans do not depend on it
     #[arg(long = "center-keys", visible_alias = "center", aliases = ["centre", "centre-keys"])]
     pub(crate) center: bool,
+    /// Divide each channel of the keys by this power of its deviation in the first 256 keys, such as 0.5, before keys are quantized:
+    /// exact up to rounding, and better at few bits if channels differ in magnitude. Plans do not depend on it
+    #[arg(long = "equalize-keys", visible_alias = "equalize", aliases = ["equalise", "equalise-keys"])]
+    #[arg(value_name = "POWER", value_parser = power, allow_hyphen_values = true)]
+    pub(crate) equalize: Option<f32>,
 }
 
 /// A problem described by options.

@@ -122,6 +122,12 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(inside).ok_or_else(|| "expected a finite number above 0".to_owned())
 }
 
+/// A power of deviations: from 0, which changes nothing, to 2.
+pub(crate) fn power(text: &str) -> Result<f32, String> {
+    let inside = |x: &f32| (0.0..=2.0).contains(x);
+    text.parse().ok().filter(inside).ok_or_else(|| "expected a number from 0 to 2".to_owned())
+}
+
 /// A number of threads, at most as many as the machine has: more would wait for each other, and measurements would mean
 /// nothing.
 pub(crate) fn threads(text: &str) -> Result<usize, String> {

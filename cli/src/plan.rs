@@ -360,6 +360,7 @@ impl Shown<'_> {
             "k_codec": problem.k_codec().name(),
             "v_codec": problem.v_codec().name(),
             "centered": self.stored.is_some_and(|stored| stored.centered),
+            "equalized": self.stored.and_then(|stored| stored.equalized),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),
             "workspace_bytes": self.plan.workspace_bytes(),

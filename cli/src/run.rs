@@ -422,6 +422,7 @@ impl Done {
             "k_codec": k.name(),
             "v_codec": v.name(),
             "centered": self.stored.is_some_and(|(stored, _)| stored.centered),
+            "equalized": self.stored.and_then(|(stored, _)| stored.equalized),
             "cache_bytes": self.stored.map(|(_, bytes)| bytes),
             "visibility": self.problem.desc().visibility.to_string(),
             "seconds": self.seconds,

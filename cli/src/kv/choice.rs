@@ -7,8 +7,8 @@ use flashtile::Codec;
 /// Bits per element of a half-precision cache.
 pub(super) const HALF_BITS: f64 = 16.0;
 
-/// Factor by which centering must reduce the divergence to be worth storing a mean.
-const CENTRING: f64 = 0.9;
+/// Factor by which centering must reduce the divergence to be worth storing a mean, and equalization to be worth storing factors.
+const TRANSFORM_GAIN: f64 = 0.9;
 
 /// Limits on the errors of a pair of codecs, which hold for each pair of tensors. Both are positive.
 #[derive(Debug, Clone, Copy)]
@@ -102,17 +102,17 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
 /// error. If none does, the quantizing pair that is nearest to the gate.
 pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> Option<Choice> {
     let worth_it = |c: &&Candidate| {
-        let of = codecs.keys[c.key];
-        let other = |o: &&Candidate| {
-            let other = codecs.keys[o.key];
-            o.value == c.value && other.codec == of.codec && other.centered != of.centered
-        };
-        // Keep either the centered or the plain one: centered if it gains enough, or if only it meets the gate.
-        candidates.iter().find(other).is_none_or(|other| {
-            let (plain, centered) = if of.centered { (other, *c) } else { (*c, other) };
-            let gains = centered.kl < CENTRING * plain.kl || (centered.meets(gate) && !plain.meets(gate));
-            gains == of.centered
-        })
+        let codec = codecs.keys[c.key].codec;
+        // Keep one of the plain, the centered and the equalized one: the simplest, unless a further one gains enough, or only that meets
+        // the gate.
+        let alike = candidates.iter().filter(|o| o.value == c.value && codecs.keys[o.key].codec == codec);
+        let mut alike: Vec<&Candidate> = alike.collect();
+        alike.sort_by_key(|o| (codecs.keys[o.key].equalized, codecs.keys[o.key].centered));
+        let simplest = alike.into_iter().reduce(|best, next| {
+            let gains = next.kl < TRANSFORM_GAIN * best.kl || (next.meets(gate) && !best.meets(gate));
+            if gains { next } else { best }
+        });
+        simplest == Some(*c)
     };
     let left: Vec<&Candidate> = candidates.iter().filter(worth_it).collect();
     let by_cost = |a: &&&Candidate, b: &&&Candidate| {
@@ -142,17 +142,18 @@ mod tests {
     use flashtile::quality::KeyCodec;
 
     fn codecs() -> Codecs {
-        let key = |codec, centered| KeyCodec { codec, centered };
         Codecs {
             keys: vec![
-                key(Codec::F16, false),
-                key(Codec::Int8, false),
-                key(Codec::Int8, true),
-                key(Codec::Tq4, false),
-                key(Codec::Tq4, true),
+                KeyCodec::plain(Codec::F16),
+                KeyCodec::plain(Codec::Int8),
+                KeyCodec::centered(Codec::Int8),
+                KeyCodec::plain(Codec::Tq4),
+                KeyCodec::centered(Codec::Tq4),
+                KeyCodec::equalized(Codec::Tq4),
             ],
             values: vec![Codec::F16, Codec::Tq5, Codec::Tq4],
             left_out: Vec::new(),
+            power: Some(0.5),
         }
     }
 
@@ -186,6 +187,30 @@ mod tests {
         let strict = Gate { kl: 1e-6, ..GATE };
         let choice = choose(&all, &codecs(), strict).unwrap();
         assert!(choice.meets && choice.best == all[0] && choice.cheaper == Some(all[2]), "{choice:?}");
+    }
+
+    #[test]
+    fn equalized_keys_are_taken_where_they_gain() {
+        let loose = Gate { kl: 1e-2, nrmse: 0.2 };
+        let mut all = [
+            candidate(3, 2, [4.1, 8e-3, 0.1]),
+            candidate(4, 2, [4.1, 6e-3, 0.1]),
+            candidate(5, 2, [4.1, 3e-3, 0.1]),
+        ];
+        let best = |all: &[Candidate], gate| choose(all, &codecs(), gate).unwrap().best;
+        assert_eq!(best(&all, loose), all[2]);
+        // Too little over centered keys, then over plain ones.
+        all[2].kl = 5.8e-3;
+        assert_eq!(best(&all, loose), all[1]);
+        all[1].kl = 7.9e-3;
+        all[2].kl = 7.8e-3;
+        assert_eq!(best(&all, loose), all[0]);
+        // Enough over plain keys, which centering alone does not gain.
+        all[2].kl = 7.1e-3;
+        assert_eq!(best(&all, loose), all[2]);
+        // Only they meet the gate.
+        (all[0].kl, all[1].kl, all[2].kl) = (1.05e-2, 1.03e-2, 0.99e-2);
+        assert_eq!(best(&all, loose), all[2]);
     }
 
     #[test]

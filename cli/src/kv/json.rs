@@ -15,10 +15,12 @@ impl Report<'_> {
             |name: &str, why: &dyn std::fmt::Display| json!({"name": name, "reason": why.to_string()});
         json!({
             "rows": self.args.rows,
+            "equalize": self.codecs.power,
             "gate": {"kl": self.gate.kl, "nrmse": self.gate.nrmse},
             "keys": self.codecs.keys.iter().enumerate().map(|(key, of)| json!({
                 "codec": of.codec.name(),
                 "centered": of.centered,
+                "equalized": of.equalized,
                 "bits": finite(self.bits(key, self.same(key))),
             })).collect::<Vec<_>>(),
             "values": self.codecs.values.iter().map(|codec| codec.name()).collect::<Vec<_>>(),
@@ -91,6 +93,7 @@ impl Report<'_> {
         json!({
             "k": key.codec.name(),
             "centered": key.centered,
+            "equalized": key.equalized,
             "v": self.codecs.values[candidate.value].name(),
             "bits": candidate.bits,
             "kl": finite(candidate.kl),

@@ -4,7 +4,7 @@ use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
 use crate::failure::{self, Failure};
 use crate::progress::ticking;
-use flashtile::codec::{EncodeError, key_mean};
+use flashtile::codec::{EncodeError, key_factors, key_mean};
 use flashtile::quality::{
     Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, RefusedRow, compare,
 };
@@ -14,18 +14,20 @@ use std::ops::Range;
 
 /// Codecs to compare: those that support the dimensions of every pair.
 pub(super) struct Codecs {
-    /// Plain elements, and quantized ones with and without centering.
+    /// Plain elements, quantized ones with and without centering, and equalized ones where asked for.
     pub(super) keys: Vec<KeyCodec>,
     pub(super) values: Vec<Codec>,
     /// Codecs that are left out because they do not support a pair's dimensions.
     pub(super) left_out: Vec<(Codec, String)>,
+    /// The power of the deviations of channels for the factors of equalized keys; `None`: no keys are equalized.
+    pub(super) power: Option<f32>,
 }
 
 impl Codecs {
     /// The codecs asked for, or by default all that support any dimension and have fewer bits than f32. `rot16` has as many bits as
     /// f16, and is for rows beside codes.
-    pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec]) -> failure::Result<Self> {
-        let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new() };
+    pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec], power: Option<f32>) -> failure::Result<Self> {
+        let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new(), power };
         let usual = |codec: &Codec| codec.supports(1) && ![Codec::F32, Codec::Rot16].contains(codec);
         let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
         for codec in Codec::ALL.into_iter().filter(wanted) {
@@ -40,9 +42,12 @@ impl Codecs {
                 continue;
             }
             codecs.values.push(codec);
-            codecs.keys.push(KeyCodec { codec, centered: false });
+            codecs.keys.push(KeyCodec::plain(codec));
             if codec.dtype().is_none() {
-                codecs.keys.push(KeyCodec { codec, centered: true });
+                codecs.keys.push(KeyCodec::centered(codec));
+            }
+            if power.is_some() && codec.supports_key_factors() {
+                codecs.keys.push(KeyCodec::equalized(codec));
             }
         }
         match codecs.left_out.first() {
@@ -258,11 +263,17 @@ pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
     all.fold((0, 0), |(some, all), of| (some + of.min(rows), all + of))
 }
 
-/// The mean of the first keys of a head.
-fn mean_of(keys: &[f32], dim: usize) -> Result<Vec<f32>, String> {
+/// The mean of the first keys of a head, and factors where keys are equalized.
+fn transform_of(
+    keys: &[f32],
+    dim: usize,
+    power: Option<f32>,
+) -> Result<(Vec<f32>, Option<Vec<f32>>), String> {
     let rows = (keys.len() / dim).min(MEAN_ROWS);
     let keys = TensorView::bhsd(keys, [1, 1, rows, dim]).map_err(|e| e.to_string())?;
-    Ok(key_mean(&keys))
+    let mean = key_mean(&keys);
+    let factors = power.map(|power| key_factors(&keys, &mean, power));
+    Ok((mean, factors))
 }
 
 fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Found {
@@ -290,16 +301,17 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // All sequences share one mean, as in a cache: that of the first sequence with rows.
+    // All sequences share one mean and factors, as in a cache: of the first sequence with rows.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
     let of_first = if std::ptr::eq(first, sequence) { None } else { Some(pair.keys(first, unit.head)) };
-    let mean = mean_of(of_first.as_ref().unwrap_or(&k), dims.head_dim)?;
+    let (mean, factors) = transform_of(of_first.as_ref().unwrap_or(&k), dims.head_dim, codecs.power)?;
     let (head_dim, value_dim) = (dims.head_dim, dims.value_dim);
     let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: problem.scale() };
     let mut attention = HeadAttention::new(head);
     attention.seen = Some(&seen);
     attention.softcap = problem.desc().softcap;
     attention.key_mean = Some(&mean);
+    attention.key_factors = factors.as_deref();
     let found = compare(&attention, &codecs.keys, &codecs.values).map_err(|e| e.to_string())?;
     let place = |tensor: &str, refused: RefusedRow| {
         format!("row {} of head {}{of_batch} of {tensor} {}", refused.row, unit.head, refused.why)

@@ -1,7 +1,7 @@
 //! The options of `flashtile kv`.
 
 use crate::options::{Layout, Semantics};
-use crate::parse::{codec, count, positive, threads};
+use crate::parse::{codec, count, positive, power, threads};
 use clap::Args;
 use flashtile::Codec;
 use std::path::PathBuf;
@@ -17,7 +17,8 @@ as --layout says. Also reads, if present,
   kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
 
 For each codec, with and without subtracting the mean of the keys (centered; the mean is that of
-the first 256 keys, as run --center-keys gives it to a cache):
+the first 256 keys, as run --center-keys gives it to a cache); with --equalize also with centered
+keys divided by a factor for each channel, a power of its deviation in those 256 keys:
   bits           per element, including scales
   k error, v error
                  mean square error relative to the mean square
@@ -53,6 +54,9 @@ pub(crate) struct KvArgs {
     /// Use the keys as queries if the file has no queries
     #[arg(long)]
     pub(crate) keys_as_queries: bool,
+    /// Also store keys equalized: centered, and each channel divided by this power of its deviation, such as 0.5
+    #[arg(long, alias = "equalise", value_name = "POWER", value_parser = power, allow_hyphen_values = true)]
+    pub(crate) equalize: Option<f32>,
     /// Codecs to compare; default all that support any head dimension, except f32
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = codec())]
     pub(crate) codecs: Vec<Codec>,

@@ -57,11 +57,10 @@ fn panel(report: &Report<'_>, all: &Sums, error: &Error<'_>) -> Option<Panel> {
     let mut chosen = Vec::new();
     if let Some(choice) = report.choice {
         let codecs = [choice.best.key, choice.best.value];
-        let KeyCodec { codec, centered } = report.codecs.keys[codecs[0]];
+        let key: KeyCodec = report.codecs.keys[codecs[0]];
         let what = if choice.meets { "recommended" } else { "nearest" };
-        let centered = if centered { " centered" } else { "" };
         let values = report.codecs.values[codecs[1]];
-        let label = format!("{what}: {codec}{centered} for keys, {values} for values");
+        let label = format!("{what}: {}{} for keys, {values} for values", key.codec, key.words());
         chosen.extend(place(all, codecs).map(|at| Mark { at, label }));
         // The gate applies to the worst pair of tensors.
         if report.pairs.len() > 1 && !chosen.is_empty() {
@@ -101,19 +100,24 @@ fn panel(report: &Report<'_>, all: &Sums, error: &Error<'_>) -> Option<Panel> {
     })
 }
 
-/// A line for keys as they are and one for centered keys, and the names of codecs at their points.
+/// A line for keys as they are, one for centered keys and one for equalized keys where there are some, and the names of codecs at their
+/// points.
 fn lines(report: &Report<'_>, place: &dyn Fn([usize; 2]) -> Option<(f64, f64)>) -> (Vec<Line>, Vec<Mark>) {
     let mut lines = Vec::new();
     let mut names: Vec<Mark> = Vec::new();
-    for centered in [false, true] {
+    let kinds: [(&str, &str); 3] = [
+        ("", "keys as they are (discs)"),
+        (" centered", "keys centered (rings)"),
+        (" centered and equalized", "keys equalized (rings)"),
+    ];
+    for (words, name) in kinds.into_iter().take(if report.codecs.power.is_some() { 3 } else { 2 }) {
         let keys = report.codecs.keys.iter().enumerate();
-        let keys = keys.filter(|(_, key)| key.centered == centered && key.codec.dtype().is_none());
+        let keys = keys.filter(|(_, key)| key.words() == words && key.codec.dtype().is_none());
         let points: Vec<((f64, f64), String)> = keys
             .filter_map(|(key, of)| Some((place([key, report.same(key)])?, of.codec.to_string())))
             .collect();
-        let mut line =
-            Line::named(if centered { "keys centered (rings)" } else { "keys as they are (discs)" });
-        line.rings = centered;
+        let mut line = Line::named(name);
+        line.rings = !words.is_empty();
         for ((place, name), at) in points.iter().zip(0..) {
             // A codec that another one beats is not on the line from few bits to small errors.
             let beats = |(other, _): &((f64, f64), String)| other.0 <= place.0 && other.1 < place.1;
@@ -128,8 +132,7 @@ fn lines(report: &Report<'_>, place: &dyn Fn([usize; 2]) -> Option<(f64, f64)>) 
                 other.label == *name && other.at.1 < APART * place.1 && place.1 < APART * other.at.1
             };
             if !names.iter().any(near) {
-                let label = if centered { format!("{name} centered") } else { name.clone() };
-                names.push(Mark { at: *place, label });
+                names.push(Mark { at: *place, label: format!("{name}{words}") });
             }
         }
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -10,6 +10,9 @@ use crate::report::{Table, counted};
 /// Largest number of pairs of tensors that are listed by default.
 const MAX_PAIRS: usize = 64;
 
+/// [`KeyCodec::words`](flashtile::quality::KeyCodec::words) of the keys of a report, in the order of its rows.
+const TRANSFORMS: [&str; 3] = ["", " centered", " centered and equalized"];
+
 /// The error columns.
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
 
@@ -116,16 +119,11 @@ impl Report<'_> {
     /// A row for each codec of both keys and values.
     fn codecs_table(&self, sums: &Sums, worst: impl Fn(usize) -> String) -> Table {
         let mut table = Table::new(["codec", "bits"].into_iter().chain(ERRORS));
-        for centered in [false, true] {
-            for (key, codec) in
-                self.codecs.keys.iter().enumerate().filter(|(_, key)| key.centered == centered)
-            {
+        for words in TRANSFORMS {
+            for (key, codec) in self.codecs.keys.iter().enumerate().filter(|(_, key)| key.words() == words) {
                 let value = self.same(key);
-                let name = if centered {
-                    format!("{}, keys centered", codec.codec)
-                } else {
-                    codec.codec.to_string()
-                };
+                let of_keys = if words.is_empty() { "" } else { ", keys" };
+                let name = format!("{}{of_keys}{words}", codec.codec);
                 let mut row = vec![name, format!("{:.2}", self.bits(key, value))];
                 row.extend(errors(sums, [key, value], worst(key)));
                 table.push(row);
@@ -159,8 +157,9 @@ impl Report<'_> {
         for (pair, measured) in &self.pairs {
             let keys = self.codecs.keys.iter().zip(&measured.all.keys);
             let keys = keys.filter_map(|(key, of)| {
-                let centered = if key.centered { " with keys centered" } else { "" };
-                of.as_ref().err().map(|why| (format!("{}{centered}", key.codec), why))
+                let words = key.words();
+                let of_keys = if words.is_empty() { "" } else { " with keys" };
+                of.as_ref().err().map(|why| (format!("{}{of_keys}{words}", key.codec), why))
             });
             let values = self.codecs.values.iter().zip(&measured.all.values);
             let values =
@@ -196,8 +195,7 @@ impl Report<'_> {
     /// `keys int8 centered, values tq5`.
     fn named(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
-        let centered = if key.centered { " centered" } else { "" };
-        format!("keys {}{centered}, values {}", key.codec, self.codecs.values[candidate.value])
+        format!("keys {}{}, values {}", key.codec, key.words(), self.codecs.values[candidate.value])
     }
 
     /// `keys int8 centered, values tq5: 6.63 bits per element`.
@@ -209,7 +207,9 @@ impl Report<'_> {
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
         let center = if key.centered { " --center-keys" } else { "" };
-        format!("--k-codec {} --v-codec {}{center}", key.codec, self.codecs.values[candidate.value])
+        let equalize = self.codecs.power.filter(|_| key.equalized);
+        let equalize = equalize.map_or_else(String::new, |power| format!(" --equalize-keys {power}"));
+        format!("--k-codec {} --v-codec {}{center}{equalize}", key.codec, self.codecs.values[candidate.value])
     }
 
     fn recommendation(&self) -> Option<String> {

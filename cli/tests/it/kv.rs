@@ -45,7 +45,9 @@ fn the_readme_shows_what_is_printed() {
 /// Index of a codec of keys in a report.
 fn key(report: &Value, codec: &str, centered: bool) -> usize {
     let keys = report["keys"].as_array().unwrap();
-    keys.iter().position(|key| key["codec"] == codec && key["centered"] == centered).unwrap()
+    let wanted =
+        |key: &&Value| key["codec"] == codec && key["centered"] == centered && key["equalized"] == false;
+    keys.iter().position(|key| wanted(&key)).unwrap()
 }
 
 fn value(report: &Value, codec: &str) -> usize {
@@ -527,6 +529,45 @@ fn refusals_of_files_and_options() {
 
 /// Everything that runs over tensors also runs over a cache of them.
 #[test]
+fn keys_with_unequal_channels_are_equalized() {
+    let mut tensors = normal(512, 64, 0.0);
+    let mut k = tensors["k"].values();
+    k.iter_mut().enumerate().for_each(|(at, x)| *x *= if at % 64 == 5 { 16.0 } else { 1.0 });
+    let q: Vec<f32> = tensors["q"].values().iter().map(|x| 0.5 * x).collect();
+    tensors.insert("k".into(), Tensor::f32(&[1, 1, 512, 64], &k));
+    let shape = tensors["q"].shape.clone();
+    tensors.insert("q".into(), Tensor::f32(&shape, &q));
+    let folder = Folder::with(&tensors);
+    let options = ["--codecs", "tq4,fp8", "--equalize", "0.5", "--max-kl", "0.1", "--max-nrmse", "0.5"];
+    let report = json(&folder.input, &options);
+    let keys = report["keys"].as_array().unwrap();
+    let ways: Vec<_> = keys.iter().map(|key| (&key["codec"], &key["centered"], &key["equalized"])).collect();
+    let fp8 = |centered| (Value::from("fp8"), Value::from(centered), Value::from(false));
+    let tq4 = |centered, equalized| (Value::from("tq4"), Value::from(centered), Value::from(equalized));
+    let want = [fp8(false), fp8(true), tq4(false, false), tq4(true, false), tq4(true, true)];
+    assert!(
+        ways.into_iter().eq(want.iter().map(|(codec, centered, equalized)| (codec, centered, equalized)))
+    );
+    let kls: Vec<f64> =
+        report["all"]["keys"].as_array().unwrap().iter().map(|of| of["kl"].as_f64().unwrap()).collect();
+    assert!(kls[4] < 0.5 * kls[3], "{kls:?}");
+    let best = &report["recommended"];
+    assert!(best["k"] == "tq4" && best["equalized"] == true, "{best}");
+    let text = text(&folder.input, &options);
+    let words =
+        ["tq4, keys centered and equalized", "recommended: keys tq4 centered and equalized, values tq4"];
+    assert!(words.iter().all(|words| text.contains(words)), "{text}");
+    let run = ["--k-codec", "tq4", "--v-codec", "tq4", "--center-keys", "--equalize-keys", "0.5"];
+    assert!(text.contains(&run.join(" ")), "{text}");
+    // A run errs as the report says.
+    let want = folder.run(&[]);
+    let error = |options: &[&str]| nrmse(&folder.run(options)["out"].values(), &want["out"].values());
+    let (with, without) = (error(&run), error(&run[..5]));
+    assert!(with < 0.9 * without, "{with} equalized, {without} not");
+    assert_eq!(error(&[&run[..6], &["0"]].concat()), without);
+}
+
+#[test]
 fn runs_over_caches_are_those_of_the_reference() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 37, 24], &[2, 2, 301, 24], &[2, 2, 301, 40]);
     tensors.insert("mask".into(), Tensor::bool(&[1, 1, 37, 301], (0..37 * 301).map(|n| n % 7 != 3)));
@@ -540,6 +581,7 @@ fn runs_over_caches_are_those_of_the_reference() {
         for stored in [
             &["--k-codec", "int8", "--v-codec", "tq5"][..],
             &["--k-codec", "tq4", "--center-keys"],
+            &["--k-codec", "tq3", "--equalize-keys", "1"],
             &["--v-codec", "fp8"],
             &["--k-codec", "bf16", "--v-codec", "f16"],
         ] {

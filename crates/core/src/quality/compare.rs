@@ -3,7 +3,9 @@
 use super::error::QualityError;
 use super::head::Head;
 use crate::codec::convert::{convert, to_f32};
-use crate::codec::{CodePages, Codec, EncodeError, KeyTransform, Side, key_mean};
+use crate::codec::{
+    CodePages, Codec, EncodeError, KEY_FACTOR_RANGE, KeyTransform, Side, key_factors, key_mean,
+};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::scoring::{RowIndex, ScoreRow, Scoring};
@@ -13,6 +15,10 @@ use std::ops::Range;
 /// First keys of a sequence whose mean `flashtile kv` and `flashtile run --center-keys` subtract. The mean of 256 independent keys is
 /// within a sixteenth of their spread of the model's, which adds 1/256 to the energy that codes hold.
 pub const MEAN_ROWS: usize = 256;
+
+/// The power of the deviations of channels for factors of keys, unless another is given. For queries whose channels are equal it gives
+/// scores the smallest error: `(average deviation)^2` in the place of the average square.
+pub const EQUALIZE_POWER: f32 = 0.5;
 
 /// One head to compare: its rows, their visibility, and how scores are computed.
 #[derive(Debug, Clone, Copy)]
@@ -26,13 +32,16 @@ pub struct HeadAttention<'a> {
     pub softcap: Option<f32>,
     /// The row `[head_dim]` that is subtracted from centered keys; `None`: the mean of all keys.
     pub key_mean: Option<&'a [f32]>,
+    /// The factors `[head_dim]` that equalized keys are divided by; `None`: those of [`key_factors`] for all keys around that mean, with a
+    /// power of [`EQUALIZE_POWER`].
+    pub key_factors: Option<&'a [f32]>,
 }
 
 impl<'a> HeadAttention<'a> {
     /// Every query sees every key, there is no softcap, and centered keys are relative to their mean.
     #[must_use]
     pub const fn new(head: Head<'a>) -> Self {
-        Self { head, seen: None, softcap: None, key_mean: None }
+        Self { head, seen: None, softcap: None, key_mean: None, key_factors: None }
     }
 
     /// Checks that slices, dimensions and ranges agree with each other.
@@ -43,7 +52,6 @@ impl<'a> HeadAttention<'a> {
                 return Err(QualityError::Dimension { name, got });
             }
         }
-        let key_mean = self.key_mean.map_or(head_dim, <[f32]>::len);
         for (tensor, len, dim) in
             [("k", k.len(), head_dim), ("v", v.len(), value_dim), ("q", q.len(), head_dim)]
         {
@@ -51,8 +59,15 @@ impl<'a> HeadAttention<'a> {
                 return Err(QualityError::Rows { tensor, len, dim });
             }
         }
-        if key_mean != head_dim {
-            return Err(QualityError::Rows { tensor: "key_mean", len: key_mean, dim: head_dim });
+        for (tensor, row) in [("key_mean", self.key_mean), ("key_factors", self.key_factors)] {
+            if let Some(len) = row.map(<[f32]>::len).filter(|len| *len != head_dim) {
+                return Err(QualityError::Rows { tensor, len, dim: head_dim });
+            }
+        }
+        let in_range = |factor: &f32| KEY_FACTOR_RANGE.contains(&factor.abs());
+        if let Some(channel) = self.key_factors.and_then(|factors| factors.iter().position(|x| !in_range(x)))
+        {
+            return Err(QualityError::Factor { channel });
         }
         let (tokens, queries) = (k.len() / head_dim, q.len() / head_dim);
         if tokens == 0 || v.len() / value_dim != tokens {
@@ -94,6 +109,39 @@ pub struct KeyCodec {
     pub codec: Codec,
     /// True if `k_mean` is subtracted first, which has no effect on plain elements.
     pub centered: bool,
+    /// True if keys are then divided by factors, which has no effect on codecs that [take none](Codec::supports_key_factors).
+    pub equalized: bool,
+}
+
+impl KeyCodec {
+    /// Keys as they are.
+    #[must_use]
+    pub const fn plain(codec: Codec) -> Self {
+        Self { codec, centered: false, equalized: false }
+    }
+
+    /// Without the mean.
+    #[must_use]
+    pub const fn centered(codec: Codec) -> Self {
+        Self { codec, centered: true, equalized: false }
+    }
+
+    /// Without the mean, divided by factors.
+    #[must_use]
+    pub const fn equalized(codec: Codec) -> Self {
+        Self { codec, centered: true, equalized: true }
+    }
+
+    /// What is done to keys, in words: nothing, ` centered`, ` equalized` or ` centered and equalized`.
+    #[must_use]
+    pub const fn words(&self) -> &'static str {
+        match (self.centered, self.equalized) {
+            (false, false) => "",
+            (true, false) => " centered",
+            (false, true) => " equalized",
+            (true, true) => " centered and equalized",
+        }
+    }
 }
 
 /// A sum of squared errors with the energy that they are relative to. Sums of several heads can be added.
@@ -183,19 +231,21 @@ pub fn compare(
 ) -> Result<Comparison, QualityError> {
     attention.check()?;
     let head = attention.head;
-    let mean = match attention.key_mean {
-        Some(mean) => mean.to_vec(),
-        None => mean_of_head(&head),
-    };
+    let mean = attention.key_mean.map_or_else(|| mean_of_head(&head), <[f32]>::to_vec);
+    let factors = attention.key_factors.map_or_else(|| factors_of_head(&head, &mean), <[f32]>::to_vec);
 
-    let stored_values: Vec<Result<Vec<f32>, RefusedRow>> =
-        values.iter().map(|&codec| stored(head.v, head.value_dim, (codec, Side::Values), None)).collect();
+    let stored_values: Vec<Result<Vec<f32>, RefusedRow>> = values
+        .iter()
+        .map(|&codec| stored(head.v, head.value_dim, (codec, Side::Values), KeyTransform::default()))
+        .collect();
     let stack = Stack::new(head.v, head.value_dim, &stored_values);
     let exact = Exact::new(attention, &stack);
 
     let of_keys = |key: &KeyCodec| {
-        let mean = key.centered.then(|| mean.clone());
-        let k = stored(head.k, head.head_dim, (key.codec, Side::Keys), mean)?;
+        let equalized = key.equalized && key.codec.supports_key_factors();
+        let transform =
+            KeyTransform::new(key.centered.then(|| mean.clone()), equalized.then(|| factors.clone()));
+        let k = stored(head.k, head.head_dim, (key.codec, Side::Keys), transform)?;
         let (mut errors, out) = exact.against(&k, &stack);
         errors.rows = deviation(head.k, &k);
         Ok((errors, out))
@@ -400,7 +450,7 @@ fn stored(
     rows: &[f32],
     dim: usize,
     (codec, side): (Codec, Side),
-    mean: Option<Vec<f32>>,
+    transform: KeyTransform,
 ) -> Result<Vec<f32>, RefusedRow> {
     let mut back = vec![0.0; rows.len()];
     if let Some(dtype) = codec.dtype() {
@@ -413,7 +463,7 @@ fn stored(
     // A page of one row, overwritten for each.
     let page = CodePages::new(codec, side, [1, 1, 1, dim]);
     let mut page = page.map_err(|_| RefusedRow { row: 0, why: EncodeError::Dim { codec, dim } })?;
-    page.set_key_transform(KeyTransform::new(mean, None));
+    page.set_key_transform(transform);
     for (row, (x, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
         page.store([0, 0, 0], x).map_err(|why| RefusedRow { row, why })?;
         page.read(0, 0, 0, back);
@@ -423,8 +473,20 @@ fn stored(
 
 /// The mean of all keys of a head that has been checked.
 fn mean_of_head(head: &Head<'_>) -> Vec<f32> {
+    key_mean(&keys_of(head))
+}
+
+/// The factors of all keys of a head that has been checked; 1 where keys are not finite, whose rows are refused.
+fn factors_of_head(head: &Head<'_>, mean: &[f32]) -> Vec<f32> {
+    let factors = key_factors(&keys_of(head), mean, EQUALIZE_POWER);
+    let in_range = factors.iter().all(|factor| KEY_FACTOR_RANGE.contains(&factor.abs()));
+    if in_range { factors } else { vec![1.0; head.head_dim] }
+}
+
+/// The keys of a head that has been checked.
+fn keys_of<'a>(head: &Head<'a>) -> TensorView<'a> {
     let keys = TensorView::bhsd(head.k, [1, 1, head.k.len() / head.head_dim, head.head_dim]);
-    key_mean(&keys.unwrap_or_else(|_| unreachable!("keys are whole rows")))
+    keys.unwrap_or_else(|_| unreachable!("keys are whole rows"))
 }
 
 fn deviation(rows: &[f32], back: &[f32]) -> Deviation {
@@ -437,12 +499,13 @@ mod tests {
     use super::*;
     use flashtile_testkit::Rng;
 
-    const KEYS: [KeyCodec; 5] = [
-        KeyCodec { codec: Codec::F32, centered: false },
-        KeyCodec { codec: Codec::Int8, centered: false },
-        KeyCodec { codec: Codec::Tq4, centered: false },
-        KeyCodec { codec: Codec::Tq4, centered: true },
-        KeyCodec { codec: Codec::F16, centered: false },
+    const KEYS: [KeyCodec; 6] = [
+        KeyCodec::plain(Codec::F32),
+        KeyCodec::plain(Codec::Int8),
+        KeyCodec::plain(Codec::Tq4),
+        KeyCodec::centered(Codec::Tq4),
+        KeyCodec::plain(Codec::F16),
+        KeyCodec::equalized(Codec::Tq4),
     ];
     const VALUES: [Codec; 3] = [Codec::F32, Codec::Tq5, Codec::Tq2];
 
@@ -513,6 +576,12 @@ mod tests {
         attention.key_mean = Some(&q[..3]);
         assert_eq!(refusal(attention), Err("key_mean has 3 elements, expected whole rows of 4".into()));
         let mut attention = HeadAttention::new(head);
+        attention.key_factors = Some(&q[..5]);
+        assert_eq!(refusal(attention), Err("key_factors has 5 elements, expected whole rows of 4".into()));
+        attention.key_factors = Some(&[1.0, 2.0, 0.0, 1.0]);
+        let expected = "key_factors has channel 2 outside 2.3283064e-10 to 4.2949673e9 in magnitude";
+        assert_eq!(refusal(attention), Err(expected.into()));
+        let mut attention = HeadAttention::new(head);
         let ranges = [0..3, 1..4];
         attention.seen = Some(&ranges[..1]);
         assert_eq!(
@@ -535,10 +604,13 @@ mod tests {
             let found = compare(&attention, &KEYS, &VALUES).unwrap();
             assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
             for (key, codec) in KEYS.iter().enumerate() {
-                let mean = codec.centered.then(|| mean_of_head(&head));
-                let stored_k = stored(&k, head_dim, (codec.codec, Side::Keys), mean).unwrap();
+                let mean = mean_of_head(&head);
+                let factors = codec.equalized.then(|| key_factors(&keys_of(&head), &mean, 0.5));
+                let transform = KeyTransform::new(codec.centered.then_some(mean), factors);
+                let stored_k = stored(&k, head_dim, (codec.codec, Side::Keys), transform).unwrap();
                 for (value, codec) in VALUES.iter().enumerate() {
-                    let stored_v = stored(&v, value_dim, (*codec, Side::Values), None).unwrap();
+                    let stored_v =
+                        stored(&v, value_dim, (*codec, Side::Values), KeyTransform::default()).unwrap();
                     let (logit, kl, out) = naive(&attention, &stored_k, &stored_v);
                     let of_key = found.keys[key].unwrap();
                     let got = found.out[key][value].unwrap();
@@ -558,8 +630,27 @@ mod tests {
         // Infinite in f16.
         k[20] = 70_000.0;
         let head = Head { k: &k, v: &v, q: &q, head_dim: 16, value_dim: 16, scale: 1.0 };
-        let found = compare(&HeadAttention::new(head), &KEYS[4..], &VALUES).unwrap();
+        let found = compare(&HeadAttention::new(head), &KEYS[4..5], &VALUES).unwrap();
         assert!(found.keys[0].unwrap().kl.is_nan());
+    }
+
+    #[test]
+    fn unequal_channels_err_less_when_equalized() {
+        let (tokens, dim) = (200, 32);
+        let (mut k, v, q) = (rows(1, tokens, dim), rows(2, tokens, dim), rows(3, 16, dim));
+        k.iter_mut().enumerate().for_each(|(at, x)| *x *= if at % dim == 7 { 20.0 } else { 1.0 });
+        let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 0.05 };
+        let keys = [KeyCodec::centered(Codec::Tq3), KeyCodec::equalized(Codec::Tq3)];
+        let found = compare(&HeadAttention::new(head), &keys, &VALUES).unwrap();
+        let [centered, equalized] = [0, 1].map(|at: usize| found.keys[at].unwrap());
+        assert!(equalized.logits < 0.3 * centered.logits, "{equalized:?} {centered:?}");
+        // Factors of 1 change nothing; codecs without a rotation ignore factors.
+        let ones = HeadAttention { key_factors: Some(&[1.0; 32]), ..HeadAttention::new(head) };
+        let found = compare(&ones, &keys, &[]).unwrap();
+        assert_eq!(found.keys[0], found.keys[1]);
+        let fp8 = [KeyCodec::centered(Codec::Fp8), KeyCodec::equalized(Codec::Fp8)];
+        let found = compare(&HeadAttention::new(head), &fp8, &[]).unwrap();
+        assert_eq!(found.keys[0], found.keys[1]);
     }
 
     #[test]
@@ -577,7 +668,7 @@ mod tests {
         assert_eq!((first.keys[1], first.keys[2]), (Err(refused), Err(refused)));
         assert!(first.keys[0].is_ok() && first.keys[3].is_ok());
         assert_eq!(first.out[2], [None; 3]);
-        assert!(first.out[3].iter().all(Option::is_some));
+        assert!([3, 5].iter().all(|key| first.out[*key].iter().all(Option::is_some)));
         let refused = RefusedRow { row: 0, why: EncodeError::Dim { codec: Codec::MlxTq8, dim } };
         let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
         assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).unwrap().values, [Err(refused)]);

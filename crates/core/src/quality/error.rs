@@ -1,6 +1,6 @@
 //! Why quality cannot be measured.
 
-use crate::codec::EncodeError;
+use crate::codec::{EncodeError, KEY_FACTOR_RANGE};
 use crate::limits::MAX_HEAD_DIM;
 use std::fmt;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub enum QualityError {
     },
     /// The length of a list is not a multiple of the row length.
     Rows {
-        /// `k`, `v`, `q` or `key_mean`.
+        /// `k`, `v`, `q`, `key_mean` or `key_factors`.
         tensor: &'static str,
         /// Elements found.
         len: usize,
@@ -48,6 +48,11 @@ pub enum QualityError {
         /// Keys.
         tokens: usize,
     },
+    /// A key factor is NaN, or its magnitude is outside [`KEY_FACTOR_RANGE`].
+    Factor {
+        /// The first such element.
+        channel: usize,
+    },
     /// A row cannot be stored.
     Encode {
         /// `k` or `v`.
@@ -74,6 +79,10 @@ impl fmt::Display for QualityError {
             }
             Self::Visible { query, range, tokens } => {
                 write!(f, "query {query} sees keys {range:?}, there are {tokens}")
+            }
+            Self::Factor { channel } => {
+                let (min, max) = (KEY_FACTOR_RANGE.start(), KEY_FACTOR_RANGE.end());
+                write!(f, "key_factors has channel {channel} outside {min:e} to {max:e} in magnitude")
             }
             Self::Encode { tensor, row, why } => write!(f, "row {row} of {tensor} {why}"),
         }

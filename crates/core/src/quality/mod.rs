@@ -9,7 +9,7 @@ mod tolerance;
 
 pub use answer::Answer;
 pub use compare::{
-    Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, RefusedRow, compare,
+    Comparison, Deviation, EQUALIZE_POWER, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, RefusedRow, compare,
 };
 pub use error::QualityError;
 pub use head::Head;

@@ -35,7 +35,11 @@ pub fn quality(
     centered: bool,
 ) -> Result<Quality, QualityError> {
     let refused = |tensor| move |of: RefusedRow| QualityError::Encode { tensor, row: of.row, why: of.why };
-    let found = compare(&HeadAttention::new(*head), &[KeyCodec { codec: k_codec, centered }], &[v_codec])?;
+    let found = compare(
+        &HeadAttention::new(*head),
+        &[KeyCodec { centered, ..KeyCodec::plain(k_codec) }],
+        &[v_codec],
+    )?;
     let k = found.keys[0].map_err(refused("k"))?;
     let v = found.values[0].map_err(refused("v"))?;
     let of_rows = |sum: f64| sum / found.queries.max(1) as f64;
