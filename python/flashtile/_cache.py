@@ -9,38 +9,39 @@ from ._arrays import checked, is_torch, lent, maker, padded_masks, written
 from ._options import Options, integer
 
 
-def _means(center, layers):
-    """For each layer the mean of its keys as a list, or None where they are stored as they are; an empty list where all are. `layers` are
-    `Layers`."""
-    if center is None or center is False:
+_MEANS = "center=True names no mean: expected {}, such as k.mean(axis=0) of the keys (tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
+_FACTORS = "equalize=True names no factors: expected {}, such as flashtile.key_factors(k, k.mean(axis=0)) of the keys (tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
+
+
+def _of_layers(name, given, layers, without):
+    """For each layer its means, or its factors, as a list, or None where it has none; an empty list where no layer has any. `layers` are
+    `Layers`; `without` is the message for True."""
+    if given is None or given is False:
         return []
     counts, shapes = [each._count for each in layers], [(each._desc["kv_heads"], each._desc["head_dim"]) for each in layers]
     alike = len(set(shapes)) == 1
     whole = (sum(counts), *shapes[0]) if alike else None
-    if center is True:
+    if given is True:
         expected = f"an array (layers, kv_heads, head_dim), {whole}" if alike else "a list with an array (kv_heads, head_dim) for each layer"
-        raise ValueError(
-            f"center=True names no mean: expected {expected}, such as k.mean(axis=0) of the keys "
-            "(tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
-        )
-    if isinstance(center, (list, tuple)):
-        if len(center) != sum(counts):
-            raise ValueError(f"center has {len(center)} entries, expected an array or None for each of {sum(counts)} layers")
+        raise ValueError(without.format(expected))
+    if isinstance(given, (list, tuple)):
+        if len(given) != sum(counts):
+            raise ValueError(f"{name} has {len(given)} entries, expected an array or None for each of {sum(counts)} layers")
         of_layers = [shape for count, shape in zip(counts, shapes) for _ in range(count)]
-        return [None if mean is None else _mean(f"center[{layer}]", mean, shape) for layer, (mean, shape) in enumerate(zip(center, of_layers))]
+        return [None if one is None else _of_layer(f"{name}[{layer}]", one, shape) for layer, (one, shape) in enumerate(zip(given, of_layers))]
     if not alike:
-        raise ValueError("center is an array, and layers differ: expected a list with an array (kv_heads, head_dim) or None for each layer")
-    means = numpy.asarray(center, numpy.float32)
-    if means.shape != whole:
-        raise ValueError(f"center has shape {means.shape}, expected (layers, kv_heads, head_dim), {whole}")
-    return means.reshape(whole[0], -1).tolist()
+        raise ValueError(f"{name} is an array, and layers differ: expected a list with an array (kv_heads, head_dim) or None for each layer")
+    array = numpy.asarray(given, numpy.float32)
+    if array.shape != whole:
+        raise ValueError(f"{name} has shape {array.shape}, expected (layers, kv_heads, head_dim), {whole}")
+    return array.reshape(whole[0], -1).tolist()
 
 
-def _mean(name, mean, shape):
-    mean = numpy.asarray(mean, numpy.float32)
-    if mean.shape != shape:
-        raise ValueError(f"{name} has shape {mean.shape}, expected (kv_heads, head_dim), {shape}")
-    return mean.ravel().tolist()
+def _of_layer(name, array, shape):
+    array = numpy.asarray(array, numpy.float32)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, expected (kv_heads, head_dim), {shape}")
+    return array.ravel().tolist()
 
 
 def _placed(device):
@@ -140,6 +141,9 @@ class KvCache:
         center: an array `(layers, kv_heads, head_dim)`, or a list with an array `(kv_heads, head_dim)` or None for each layer, subtracted
             from keys before they are quantized, which leaves softmax as it is: for keys with a large constant part. It is a constant of the
             model: for each layer `k.mean(axis=0)` over the tokens of a representative prompt. None or False: keys are stored as they are.
+        equalize: arrays as for `center`, that keys are divided by after `center` is subtracted; queries are multiplied by them, which leaves
+            softmax as it is. For keys in int8 or tq6 to tq2 whose channels differ in magnitude. Factors are constants of the model:
+            `flashtile.key_factors(k, k.mean(axis=0))` for each layer. None or False: keys are not divided.
         device: where the rows are, and the tensors of steps: None or `"cpu"`, or an NVIDIA GPU, as PyTorch names it: `"cuda"`, the current one,
             `"cuda:1"`, or a `torch.device`.
 
@@ -154,7 +158,7 @@ class KvCache:
         ImportError: where the cache is to be on a GPU, and PyTorch is not installed.
     """
 
-    def __init__(self, layers, kv_heads=None, head_dim=None, *, center=None, device=None, **of_all):
+    def __init__(self, layers, kv_heads=None, head_dim=None, *, center=None, equalize=None, device=None, **of_all):
         if isinstance(layers, (list, tuple)):
             of_all |= {name: size for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)) if size is not None}
             if of_all:
@@ -167,7 +171,8 @@ class KvCache:
         self._layers = list(layers)
         self._device, self._cuda = _placed(device)
         descs = [{"layers": each._count, **each._desc} for each in layers]
-        self._cache = self._ordered(_flashtile.Cache, json.dumps(descs), _means(center, layers))
+        means, factors = _of_layers("center", center, layers, _MEANS), _of_layers("equalize", equalize, layers, _FACTORS)
+        self._cache = self._ordered(_flashtile.Cache, json.dumps(descs), means, factors)
 
     def _ordered(self, call, *arguments):
         """The result of a call that takes as its last argument the stream of its work, None for a cache in main memory."""

@@ -59,12 +59,12 @@ macro_rules! work {
 
 impl Held {
     /// An empty cache in main memory, or on the device of a stream.
-    fn new(layers: &[CacheDesc], means: &[Option<Vec<f32>>], stream: Option<Stream>) -> PyResult<Self> {
+    fn new(layers: &[CacheDesc], of_keys: [&OfLayers; 2], stream: Option<Stream>) -> PyResult<Self> {
         let mut held = match stream {
             None => Self::Host(HybridCache::new(layers).map_err(refused)?),
             Some(stream) => Self::Cuda(Box::new(CudaCache::new(layers, stream)?)),
         };
-        work!(&mut held, stream, cache => set_means(cache, means))?;
+        work!(&mut held, stream, cache => set_key_transforms(cache, of_keys))?;
         Ok(held)
     }
 
@@ -92,9 +92,20 @@ fn elsewhere(is_cuda: bool) -> PyErr {
     })
 }
 
-fn set_means<S: PageStore>(cache: &mut HybridCache<S>, means: &[Option<Vec<f32>>]) -> Result<(), S::Error> {
-    let mut given = means.iter().enumerate().filter_map(|(layer, mean)| Some((layer, mean.as_ref()?)));
-    given.try_for_each(|(layer, mean)| cache.set_key_mean(layer, mean))
+/// Means, or factors, of the keys of each layer that has some; empty where no layer has any.
+type OfLayers = [Option<Vec<f32>>];
+
+fn set_key_transforms<S: PageStore>(
+    cache: &mut HybridCache<S>,
+    [means, factors]: [&OfLayers; 2],
+) -> Result<(), S::Error> {
+    for (layer, mean) in means.iter().enumerate() {
+        mean.as_ref().map_or(Ok(()), |mean| cache.set_key_mean(layer, mean))?;
+    }
+    for (layer, factors) in factors.iter().enumerate() {
+        factors.as_ref().map_or(Ok(()), |factors| cache.set_key_factors(layer, factors))?;
+    }
+    Ok(())
 }
 
 /// A CUDA device, and the handle of one of its streams, as Python gives them.
@@ -139,12 +150,17 @@ fn open() -> PyErr {
 
 #[pymethods]
 impl Cache {
-    /// An empty cache with descriptions of its layers in JSON, and for each layer the mean `[kv_heads * head_dim]` of its keys, if there is one;
-    /// in main memory, or on the device of a stream.
+    /// An empty cache with descriptions of its layers in JSON, and for each layer the mean and the factors `[kv_heads * head_dim]` of its keys, if
+    /// there are some; in main memory, or on the device of a stream.
     #[new]
-    fn new(layers: &str, means: Vec<Option<Vec<f32>>>, stream: DeviceStream) -> PyResult<Self> {
+    fn new(
+        layers: &str,
+        means: Vec<Option<Vec<f32>>>,
+        factors: Vec<Option<Vec<f32>>>,
+        stream: DeviceStream,
+    ) -> PyResult<Self> {
         let layers: Vec<CacheDesc> = serde_json::from_str(layers).map_err(|error| described_wrong(&error))?;
-        let held = Held::new(&layers, &means, named(stream))?;
+        let held = Held::new(&layers, [&means, &factors], named(stream))?;
         Ok(Self { home: Arc::new(Mutex::new(Some(held))) })
     }
 

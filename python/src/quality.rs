@@ -4,7 +4,7 @@ use crate::failure::refused;
 use crate::memory::Memory;
 use crate::options::Options;
 use crate::process;
-use flashtile::codec::key_mean;
+use flashtile::codec::{key_factors, key_mean};
 use flashtile::quality::{
     Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, MEAN_ROWS, compare,
 };
@@ -23,6 +23,7 @@ pub(crate) fn kv_pair(
     options: &Bound<'_, PyTuple>,
     codecs: Vec<String>,
     rows: usize,
+    equalize: Option<f32>,
 ) -> PyResult<String> {
     process::compute()?;
     let py = options.py();
@@ -38,16 +39,21 @@ pub(crate) fn kv_pair(
     let values: Vec<Codec> = codecs.iter().map(codec).collect::<PyResult<_>>()?;
     let attention = options.attention()?;
     let asked = q.is_some();
-    let pair = Pair { k, v, q: q.unwrap_or(k), rows: if asked { rows } else { 0 } };
+    let pair = Pair { k, v, q: q.unwrap_or(k), rows: if asked { rows } else { 0 }, power: equalize };
     let desc = attention.desc(&pair.q, &k, &v);
     let report = py.detach(|| pair.report(desc, &values)).map_err(refused)?;
     Ok(report.to_string())
 }
 
+/// The mean of the keys of a head, and their factors where they are equalized.
+type Transform = (Vec<f32>, Option<Vec<f32>>);
+
 /// Keys, values and queries of one layer.
 struct Pair<'a> {
     k: TensorView<'a>,
     v: TensorView<'a>,
+    /// The power of the deviations for the factors of equalized keys, if these are measured.
+    power: Option<f32>,
     /// The keys where there are no queries: none of their rows is measured then.
     q: TensorView<'a>,
     rows: usize,
@@ -65,17 +71,19 @@ impl Pair<'_> {
                 return Err(flashtile::RunError::Shape { tensor, expected, got }.into());
             }
         }
-        let plain_and_centered = |codec: &Codec| {
-            let centered = codec.dtype().is_none().then_some(KeyCodec { codec: *codec, centered: true });
-            [Some(KeyCodec { codec: *codec, centered: false }), centered]
+        let ways = |&codec: &Codec| {
+            let centered = codec.dtype().is_none().then(|| KeyCodec::centered(codec));
+            let equalized =
+                (self.power.is_some() && codec.supports_key_factors()).then(|| KeyCodec::equalized(codec));
+            [Some(KeyCodec::plain(codec)), centered, equalized]
         };
-        let keys: Vec<KeyCodec> = values.iter().flat_map(plain_and_centered).flatten().collect();
-        let means: Vec<Vec<f32>> =
-            (0..dims.kv_heads).map(|head| self.mean(head)).collect::<flashtile::Result<_>>()?;
+        let keys: Vec<KeyCodec> = values.iter().flat_map(ways).flatten().collect();
+        let transforms: Vec<Transform> =
+            (0..dims.kv_heads).map(|head| self.transform(head)).collect::<flashtile::Result<_>>()?;
         let heads: Vec<(usize, usize)> =
             (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head))).collect();
         let of = |&(batch, head): &(usize, usize)| {
-            self.compare(&problem, [batch, head], &means[head], (&keys, values))
+            self.compare(&problem, [batch, head], &transforms[head], (&keys, values))
         };
         let found: Vec<Comparison> = heads.par_iter().map(of).collect::<flashtile::Result<_>>()?;
         Ok(Sums { found: &found, dims: [dims.head_dim, dims.value_dim] }.json(
@@ -85,19 +93,22 @@ impl Pair<'_> {
         ))
     }
 
-    /// The mean of the first keys of the first batch entry.
-    fn mean(&self, head: usize) -> flashtile::Result<Vec<f32>> {
+    /// The mean and the factors of the first keys of the first batch entry.
+    fn transform(&self, head: usize) -> flashtile::Result<Transform> {
         let [_, _, tokens, dim] = self.k.shape();
         let rows = tokens.min(MEAN_ROWS);
         let keys = gather(&self.k, [0, head], 0..rows);
-        Ok(key_mean(&TensorView::bhsd(&keys, [1, 1, rows, dim])?))
+        let keys = TensorView::bhsd(&keys, [1, 1, rows, dim])?;
+        let mean = key_mean(&keys);
+        let factors = self.power.map(|power| key_factors(&keys, &mean, power));
+        Ok((mean, factors))
     }
 
     fn compare(
         &self,
         problem: &Problem,
         [batch, head]: [usize; 2],
-        mean: &[f32],
+        (mean, factors): &Transform,
         (keys, values): (&[KeyCodec], &[Codec]),
     ) -> flashtile::Result<Comparison> {
         let dims = problem.dims();
@@ -117,6 +128,7 @@ impl Pair<'_> {
         attention.seen = Some(&seen);
         attention.softcap = problem.desc().softcap;
         attention.key_mean = Some(mean);
+        attention.key_factors = factors.as_deref();
         Ok(compare(&attention, keys, values)?)
     }
 }
@@ -138,7 +150,7 @@ impl Sums<'_> {
         let queries: usize = self.found.iter().map(|head| head.queries).sum();
         let of_queries = |sum: f64| (queries > 0).then(|| sum / queries as f64);
         let of_key = |(at, key): (usize, &KeyCodec)| {
-            let mut described = json!({"codec": key.codec.name(), "centered": key.centered, "bits": bits(key.codec, self.dims[0])});
+            let mut described = json!({"codec": key.codec.name(), "centered": key.centered, "equalized": key.equalized, "bits": bits(key.codec, self.dims[0])});
             let errors = self.found.iter().map(|head| head.keys[at].as_ref()).try_fold(
                 KeyErrors::default(),
                 |mut sum, of| {

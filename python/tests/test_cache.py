@@ -7,7 +7,7 @@ import sys
 import numpy
 import pytest
 from conftest import reference
-from flashtile import KvCache, Layers, attention
+from flashtile import KvCache, Layers, attention, key_factors
 from test_attention import causal, chunks, close, normal
 
 SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 32}
@@ -91,6 +91,18 @@ def test_codecs(rng, k, v, error):
 
 
 def test_a_failed_step_takes_its_tokens_back(rng):
+    with pytest.raises(ValueError, match=r"equalize=True names no factors: .* \(2, 2, 32\), such as flashtile.key_factors"):
+        KvCache(**SHAPE, equalize=True)
+    with pytest.raises(ValueError, match=r"equalize has shape \(2, 32\), expected \(layers, kv_heads, head_dim\), \(2, 2, 32\)"):
+        KvCache(**SHAPE, equalize=numpy.ones((2, 32)))
+    with pytest.raises(ValueError, match="factor of channel 0 of head 0: expected a magnitude"):
+        KvCache(**SHAPE, equalize=numpy.zeros((2, 2, 32)))
+    with pytest.raises(ValueError, match="keys are stored as fp8, expected one of int8, tq6"):
+        KvCache(**SHAPE, k="fp8", equalize=numpy.ones((2, 2, 32)))
+    with pytest.raises(ValueError, match=r"k has shape \(3, 2\) and mean \(2,\), expected"):
+        key_factors(numpy.ones((3, 2)), numpy.ones(2))
+    with pytest.raises(ValueError, match="holds a NaN"):
+        key_factors(numpy.full((3, 2, 4), numpy.nan), numpy.ones((2, 4)))
     cache = KvCache(**SHAPE)
     seq, layer = cache.create(), tokens(rng, 3)
     with pytest.raises(ZeroDivisionError), cache.step([(seq, 3)]) as step:
@@ -314,6 +326,29 @@ def test_a_mean_of_the_keys(rng, codec, limit):
     assert numpy.array_equal(given, listed) and numpy.array_equal(given, wide) and numpy.array_equal(none, false)
 
 
+@pytest.mark.parametrize("codec", ["int8", "tq4", "tq3"])
+def test_factors_of_the_keys(rng, codec):
+    """Keys with unequal channels are stored more precisely where their factors are given."""
+    deviations = numpy.exp(1.5 * normal(rng, 2, 32)).astype(numpy.float32)
+    q, k, v = tokens(rng, 60)
+    q *= 0.1
+    k *= deviations
+    want = attention(q, k, v, cu_seqlens=[0, 60], causal=True)
+    mean = k.mean(axis=0)
+    factors = numpy.stack([key_factors(k, mean)] * 2)
+    expected = (k - mean).std(axis=0) ** 0.5
+    expected /= numpy.exp(numpy.log(expected).mean(axis=-1, keepdims=True))
+    assert numpy.allclose(factors[0], expected, rtol=1e-4)
+    answers = []
+    for equalize in (factors, factors.tolist(), None, False, -factors):
+        cache = KvCache(**SHAPE, k=codec, v="f32", center=[mean, mean], equalize=equalize)
+        answers.append(run(cache, [(cache.create(), 60)], [(q, k, v)] * 2))
+    given, listed, none, false, negative = answers
+    assert nrmse(given, want) < 0.8 * nrmse(none, want)
+    assert numpy.array_equal(given, listed) and numpy.array_equal(none, false)
+    assert nrmse(negative, want) < 1.2 * nrmse(given, want)
+
+
 @pytest.mark.parametrize("codec", ["f16", "rot16", "int8", "fp8", "tq6", "tq5", "tq4", "tq3", "tq2"])
 @pytest.mark.parametrize("centered", [False, True])
 def test_other_sequences_change_no_answer(rng, codec, centered):
@@ -357,6 +392,18 @@ def test_errors(rng):
         KvCache(**SHAPE, center=numpy.full((2, 2, 32), numpy.nan))
     with pytest.raises(ValueError, match="keys are stored as f16"):
         KvCache(**SHAPE, k="f16", center=numpy.zeros((2, 2, 32)))
+    with pytest.raises(ValueError, match=r"equalize=True names no factors: .* \(2, 2, 32\), such as flashtile.key_factors"):
+        KvCache(**SHAPE, equalize=True)
+    with pytest.raises(ValueError, match=r"equalize has shape \(2, 32\), expected \(layers, kv_heads, head_dim\), \(2, 2, 32\)"):
+        KvCache(**SHAPE, equalize=numpy.ones((2, 32)))
+    with pytest.raises(ValueError, match="factor of channel 0 of head 0: expected a magnitude"):
+        KvCache(**SHAPE, equalize=numpy.zeros((2, 2, 32)))
+    with pytest.raises(ValueError, match="keys are stored as fp8, expected one of int8, tq6"):
+        KvCache(**SHAPE, k="fp8", equalize=numpy.ones((2, 2, 32)))
+    with pytest.raises(ValueError, match=r"k has shape \(3, 2\) and mean \(2,\), expected"):
+        key_factors(numpy.ones((3, 2)), numpy.ones(2))
+    with pytest.raises(ValueError, match="holds a NaN"):
+        key_factors(numpy.full((3, 2, 4), numpy.nan), numpy.ones((2, 4)))
     cache = KvCache(**SHAPE)
     seq, layer = cache.create(), tokens(rng, 3)
     with pytest.raises(ValueError, match="k has shape"), cache.step([(seq, 2)]) as step:

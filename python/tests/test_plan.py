@@ -104,6 +104,12 @@ def test_a_report(rng):
     f16, int8, centered, tq3, tq3_centered = (of["kl"] for of in first["keys"])
     # A mean of the keys costs bits, unless it is subtracted.
     assert f16 < centered < int8 < tq3 and tq3_centered < tq3
+    k[..., 3] *= 30
+    (pair,) = kv_report({"q": q, "k": k, "v": v}, causal=True, codecs=["fp8", "tq3"], equalize=0.5)["pairs"]
+    assert [(of["codec"], of["centered"], of["equalized"]) for of in pair["keys"]] == [
+        ("fp8", False, False), ("fp8", True, False), ("tq3", False, False), ("tq3", True, False), ("tq3", True, True)
+    ]
+    assert pair["keys"][4]["logit_rmse"] < 0.7 * pair["keys"][3]["logit_rmse"]
     assert first["values"][1]["bits"] == 8 * 34 / 32
     errors = numpy.array(first["nrmse"])
     assert errors.shape == (5, 3) and (errors > 0).all() and (errors[:, 0] < errors[:, 2]).all()
@@ -122,6 +128,8 @@ def test_errors_of_reports(rng):
     k = normal(rng, 1, 1, 4, 16)
     with pytest.raises(ValueError, match="'mask' is neither"):
         kv_report({"k": k, "v": k, "mask": k})
+    with pytest.raises(ValueError, match="equalize is 3, expected a power from 0 to 2"):
+        kv_report({"k": k, "v": k}, equalize=3)
     with pytest.raises(ValueError, match="'a' has k, expected k and v"):
         kv_report({"a.k": k})
     with pytest.raises(ValueError, match="'a.keys' is a second k"):

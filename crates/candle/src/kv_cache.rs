@@ -150,6 +150,14 @@ impl KvCache {
         with!(self, mut cache => cache.set_key_mean(layer, mean))
     }
 
+    /// Sets the factors `(kv_heads, dim)` that the keys of a layer are divided by after the mean is subtracted, for codecs that rotate keys.
+    ///
+    /// # Errors
+    /// As [`HybridCache::set_key_factors`].
+    pub fn set_key_factors(&mut self, layer: usize, factors: &[f32]) -> Result<()> {
+        with!(self, mut cache => cache.set_key_factors(layer, factors))
+    }
+
     /// Checks that every row written since the last call was stored. Rows that are not finite, or too large for their codec, are refused on
     /// the CPU when they are written; a CUDA device stores them as NaN, and this waits for it.
     ///
