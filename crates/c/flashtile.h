@@ -408,6 +408,16 @@ enum FlashtileStatus flashtile_cache_set_key_mean(struct FlashtileCache *cache,
                                                   size_t layer,
                                                   struct FlashtileFloats mean);
 
+// Sets the factors `[kv_heads, head_dim]` that the keys of a layer are divided by, after their mean is subtracted. They are constants of the
+// model, of magnitudes from 2^-32 to 2^32, and refused once the layer has rows or where keys are neither int8 nor tq6 to tq2. Attention
+// is exact with any factors.
+//
+// # Safety
+// `cache` comes from `flashtile_cache_new`, and no other thread uses it; the elements of `factors` are readable.
+enum FlashtileStatus flashtile_cache_set_key_factors(struct FlashtileCache *cache,
+                                                     size_t layer,
+                                                     struct FlashtileFloats factors);
+
 // Begins a step: adds tokens to each of `count` sequences, for every layer to fill in and attend to by `flashtile_step_attend`, and
 // `flashtile_step_finish` to keep. Prompts, chunks of prompts and single tokens share a step. A sequence is listed once. Until the step ends,
 // other calls over the cache return `FLASHTILE_STATUS_STEP`.

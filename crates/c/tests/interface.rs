@@ -535,6 +535,14 @@ fn caches_are_refused() {
         refused(flashtile_cache_set_key_mean(cache.0, 2, floats(&mean)), Invalid, "2");
         refused(flashtile_cache_set_key_mean(cache.0, 0, floats(&mean[1..])), Invalid, "31");
         done(flashtile_cache_set_key_mean(cache.0, 0, floats(&mean)));
+        let factors = vec![-2.0; KV_HEADS * DIM];
+        refused(flashtile_cache_set_key_factors(cache.0, 2, floats(&factors)), Invalid, "2");
+        refused(
+            flashtile_cache_set_key_factors(cache.0, 0, floats(&[0.0; KV_HEADS * DIM])),
+            Invalid,
+            "factor",
+        );
+        done(flashtile_cache_set_key_factors(cache.0, 0, floats(&factors)));
     }
 }
 
