@@ -9,8 +9,9 @@ from ._arrays import checked, is_torch, lent, maker, padded_masks, written
 from ._options import Options, integer
 
 
-_MEANS = "center=True names no mean: expected {}, such as k.mean(axis=0) of the keys (tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
-_FACTORS = "equalize=True names no factors: expected {}, such as flashtile.key_factors(k, k.mean(axis=0)) of the keys (tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
+_KEYS = "of the keys (tokens, kv_heads, head_dim) of a representative prompt for each layer, stacked; or None"
+_MEANS = "center=True names no mean: expected {}, such as k.mean(axis=0) " + _KEYS
+_FACTORS = "equalize=True names no factors: expected {}, such as flashtile.key_factors(k, k.mean(axis=0)) " + _KEYS
 
 
 def _of_layers(name, given, layers, without):

@@ -32,7 +32,7 @@ pub struct HeadAttention<'a> {
     pub softcap: Option<f32>,
     /// The row `[head_dim]` that is subtracted from centered keys; `None`: the mean of all keys.
     pub key_mean: Option<&'a [f32]>,
-    /// The factors `[head_dim]` that equalized keys are divided by; `None`: those of [`key_factors`] for all keys around that mean, with a
+    /// The factors `[head_dim]` that equalized keys are divided by; `None`: [`key_factors`] of all keys around that mean, with a
     /// power of [`EQUALIZE_POWER`].
     pub key_factors: Option<&'a [f32]>,
 }
@@ -132,7 +132,7 @@ impl KeyCodec {
         Self { codec, centered: true, equalized: true }
     }
 
-    /// What is done to keys, in words: nothing, ` centered`, ` equalized` or ` centered and equalized`.
+    /// The transform of the keys in words: nothing, ` centered`, ` equalized` or ` centered and equalized`.
     #[must_use]
     pub const fn words(&self) -> &'static str {
         match (self.centered, self.equalized) {
