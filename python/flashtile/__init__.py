@@ -13,10 +13,23 @@ computes on arrays, it needs them not to write to its arguments meanwhile.
 
 from ._attention import attention
 from ._cache import KvCache, Layers, Step
-from ._flashtile import Sequence, __version__
+from ._flashtile import Sequence, Snapshot, __version__
 from ._merge import merge
 from ._plan import plan
 from ._quality import key_factors, kv_report
 from ._with_cache import attention_with_cache
 
-__all__ = ["KvCache", "Layers", "Sequence", "Step", "__version__", "attention", "attention_with_cache", "key_factors", "kv_report", "merge", "plan"]
+__all__ = [
+    "KvCache",
+    "Layers",
+    "Sequence",
+    "Snapshot",
+    "Step",
+    "__version__",
+    "attention",
+    "attention_with_cache",
+    "key_factors",
+    "kv_report",
+    "merge",
+    "plan",
+]

@@ -203,6 +203,20 @@ class KvCache:
         """A second sequence of the same tokens, in the same pages where there are pages."""
         return self._ordered(self._cache.fork, sequence)
 
+    def snapshot(self, sequence):
+        """The stored rows of a sequence in all layers, as they are, in main memory: as many bytes, and a wait for a GPU."""
+        return self._ordered(self._cache.snapshot, sequence)
+
+    def restore(self, snapshot):
+        """A new sequence with the tokens of a snapshot, of this cache or of another one whose layers have the same heads, dimensions, codecs and means
+        in the same order. Numbers of pages, slots and tokens may differ, and the device: this is how a cache moves to a larger one. A ring keeps
+        the last tokens.
+
+        Raises:
+            ValueError: where a kind of layers differs from the snapshot's, or there is no room.
+        """
+        return self._ordered(self._cache.restore, snapshot)
+
     def remove(self, sequence):
         """Ends a sequence and frees the pages that only it holds."""
         self._cache.remove(sequence)

@@ -6,7 +6,7 @@ use crate::cuda_cache::{CudaCache, CudaStep};
 use crate::failure::{described_wrong, layouts, refused, step_refused};
 use crate::memory::{Axes, DeviceList, DeviceMask, OnDevice, Stream};
 use crate::process;
-use flashtile::cache::PageStore;
+use flashtile::cache::{self as kv, PageStore};
 use flashtile::gpu::GpuAttention;
 use flashtile::{CacheDesc, HybridCache, KvCacheExt, SeqId, SeqLens, SequencesRef, StepTensors};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
@@ -24,6 +24,28 @@ pub(crate) struct Sequence(SeqId);
 impl Sequence {
     fn __repr__(&self) -> String {
         format!("<{}>", self.0)
+    }
+}
+
+/// The stored rows of a sequence in all layers, in main memory.
+#[pyclass(frozen, module = "flashtile")]
+pub(crate) struct Snapshot(Vec<kv::Snapshot>);
+
+#[pymethods]
+impl Snapshot {
+    fn __repr__(&self) -> String {
+        format!("<Snapshot of {} tokens, {} bytes>", self.__len__(), self.nbytes())
+    }
+
+    /// Tokens of the sequence.
+    fn __len__(&self) -> usize {
+        self.0.first().map_or(0, kv::Snapshot::len)
+    }
+
+    /// Bytes of the rows.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.iter().map(kv::Snapshot::bytes).sum()
     }
 }
 
@@ -142,6 +164,16 @@ impl Cache {
         };
         home.as_mut().map(run).ok_or_else(open)?
     }
+
+    /// As `with`, of a call that copies rows or waits for a device, while other threads run the interpreter.
+    fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut Held) -> PyResult<T> + Send,
+    ) -> PyResult<T> {
+        process::compute()?;
+        py.detach(|| lock(&self.home).as_mut().map(run).ok_or_else(open)?)
+    }
 }
 
 fn open() -> PyErr {
@@ -191,13 +223,17 @@ impl Cache {
 
     /// Refuses a cache with rows that could not be stored, which a device finds out as it encodes them.
     fn check_stored(&self, py: Python<'_>, stream: DeviceStream) -> PyResult<()> {
-        process::compute()?;
-        // This waits for the device, while other threads run the interpreter.
-        py.detach(|| {
-            let mut place = lock(&self.home);
-            let held = place.as_mut().ok_or_else(open)?;
-            work!(held, named(stream), cache => cache.check_stored())
-        })
+        self.wait(py, |held| work!(held, named(stream), cache => cache.check_stored()))
+    }
+
+    /// Copies the rows of a sequence to main memory.
+    fn snapshot(&self, py: Python<'_>, sequence: &Sequence, stream: DeviceStream) -> PyResult<Snapshot> {
+        self.wait(py, |held| Ok(Snapshot(work!(held, named(stream), cache => cache.snapshot(sequence.0))?)))
+    }
+
+    /// A new sequence with the rows of a snapshot.
+    fn restore(&self, py: Python<'_>, snapshot: &Snapshot, stream: DeviceStream) -> PyResult<Sequence> {
+        self.wait(py, |held| Ok(Sequence(work!(held, named(stream), cache => cache.restore(&snapshot.0))?)))
     }
 
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

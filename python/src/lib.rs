@@ -32,5 +32,6 @@ fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(attention::attention_plain, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<cache::Sequence>()?;
+    module.add_class::<cache::Snapshot>()?;
     module.add_class::<cache::Step>()
 }

@@ -210,6 +210,36 @@ def test_layers_that_differ(rng, layers, shapes, places):
     assert (mixed.len(fork), mixed.len(names[0][0]), mixed.memory()["sequences"]) == (9, 9, 2)
 
 
+def test_snapshots(rng):
+    """A sequence goes on in a cache with other pages and slots as in its own; a ring keeps as many tokens as it has room for."""
+    layers = [WINDOW, FULL]
+    larger = [Layers(1, 2, 32, layout="ring", slots=5, capacity=6, k="bf16", v="bf16"), Layers(1, 2, 32, pages=9, page_size=8, k="int8", v="tq4")]
+    cache, other = KvCache(layers), KvCache(larger)
+    seq, rows, more = cache.create(), [tokens(rng, 8) for _ in layers], [tokens(rng, 2) for _ in layers]
+    run(cache, [(seq, 8)], rows)
+    snapshot = cache.snapshot(seq)
+    moved = other.restore(snapshot)
+    row = 2 * 2 * 32 * 2, cache.memory()["bytes_used"] // 8
+    assert (len(snapshot), other.len(moved), snapshot.nbytes) == (8, 8, 8 * row[0] + 8 * (row[1] - row[0]))
+    assert repr(snapshot) == f"<Snapshot of 8 tokens, {snapshot.nbytes} bytes>"
+    results = []
+    for each, of in ((cache, seq), (other, moved)):
+        with each.step([(of, 2)]) as step:
+            results.append([step.attend(layer, *more[layer], window=(3, 0) if layer == 0 else (-1, -1)) for layer in range(2)])
+    for got, want in zip(*results):
+        assert numpy.array_equal(got, want)
+    with pytest.raises(ValueError, match="tq4"):
+        KvCache([WINDOW, Layers(1, 2, 32, pages=16, page_size=4, k="int8", v="int8")]).restore(snapshot)
+    with pytest.raises(ValueError, match="snapshot has groups 2, expected 1"):
+        KvCache([FULL]).restore(snapshot)
+    with pytest.raises(ValueError, match="free"):
+        KvCache([WINDOW, Layers(1, 2, 32, pages=1, page_size=4, k="int8", v="tq4")]).restore(snapshot)
+    step = cache.step([(seq, 1)])
+    with pytest.raises(RuntimeError, match="a step of this cache is open"):
+        cache.snapshot(seq)
+    step.cancel()
+
+
 def test_bytes_of_layers():
     """Slots of 8 tokens in bf16, and pages of codes with an f16 scale for each row of a head."""
     ring, paged = (KvCache([each]).memory()["bytes_reserved"] for each in (WINDOW, FULL))
