@@ -18,8 +18,18 @@ import torch
 
 from . import _torch  # noqa: F401  registers the operator before a compiler traces a call
 from ._attention import attention
+from ._stored_keys import Stored, new_tokens
 
 NAME = "flashtile"
+
+
+def __getattr__(name):
+    # Its base is a class of transformers, which this module imports where it is needed alone.
+    if name == "FlashtileCache":
+        from ._generation import FlashtileCache
+
+        return FlashtileCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register():
@@ -226,12 +236,18 @@ def attention_forward(
         raise ValueError(f"dropout is {dropout}, flashtile has none: call model.eval()")
     if cache is not None:
         raise ValueError("continuous batching has a cache of its own, which flashtile does not read: use attn_implementation='sdpa'")
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, key, value, position_bias, s_aux, sinks)):
+    is_stored = isinstance(key, Stored) or isinstance(value, Stored)
+    tokens = new_tokens(key, value) if is_stored else None
+    k, v = (tokens.k, tokens.v) if is_stored else (key, value)
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, k, v, position_bias, s_aux, sinks)):
         raise ValueError("flashtile computes no gradients: call the model under torch.no_grad()")
     if output_attentions:
         from transformers.utils import logging
 
         logging.get_logger(__name__).warning_once("flashtile stores no probabilities: output_attentions gives None, use attn_implementation='eager'")
+    if is_stored:
+        unread = {"position_bias": position_bias, "sinks": sinks, "indices": indices, "block_indices": block_indices, "cu_seq_lens_q": cu_seq_lens_q}
+        return _over_cache(module, query, tokens, attention_mask, is_causal, {"scale": scaling, "softcap": softcap, "sinks": s_aux}, unread), None
     query, key, value = _as_sdpa(query, key, value)
     if not torch.compiler.is_compiling() and getattr(attention_mask, "_hides_nothing", False):
         attention_mask, is_causal = None, False
@@ -256,6 +272,18 @@ def attention_forward(
         **options,
     )
     return (out if sinks is None else _with_sinks(*out, sinks)), None
+
+
+def _over_cache(module, query, tokens, mask, is_causal, options, unread):
+    """Attention of a layer whose keys are in a `FlashtileCache`, by its arguments. `unread` are arguments that have to be None."""
+    given = [name for name, value in unread.items() if value is not None]
+    if given:
+        raise ValueError(f"{type(module).__name__} passes {', '.join(given)} to attention, which a FlashtileCache does not take: use a DynamicCache")
+    if getattr(mask, "_hides_nothing", False):
+        mask, is_causal = None, False
+    causal = query.shape[2] == 1 or _is_causal(module, is_causal, query.shape[2], mask)
+    query, tokens.k, tokens.v = _as_sdpa(query, tokens.k, tokens.v)
+    return tokens.cache.attend(tokens, query, mask, causal, options)
 
 
 def _is_causal(module, asked, q_len, mask):
