@@ -258,7 +258,8 @@ class _Forward:
 
     def _packed(self, x):
         """The tokens of `(batch, heads, new, dim)`, sequence by sequence: `(tokens, heads, dim)`."""
-        x = x.transpose(1, 2).reshape(self.batch * self.new, x.shape[1], x.shape[3])
+        # Of one token each the axis is dropped, which costs less.
+        x = x.squeeze(2) if self.new == 1 else x.transpose(1, 2).reshape(self.batch * self.new, x.shape[1], x.shape[3])
         x = x if self.rows is None else x[self.rows]
         return x if x.stride(-1) == 1 else x.contiguous()
 

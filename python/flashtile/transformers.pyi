@@ -1,8 +1,14 @@
 """Attention of Hugging Face transformers by flashtile."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
+from numpy.typing import ArrayLike
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from ._stored_keys import NewTokens, Stored
 
 NAME: str
 HARMLESS: frozenset[str]
@@ -29,3 +35,34 @@ def attention_forward(
     cu_seq_lens_k: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]: ...
+
+class FlashtileCache(Cache):
+    """Keys and values of a model of transformers, quantized, for `generate` and for calls of the model with `past_key_values`."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        k: str = "int8",
+        v: str = "tq4",
+        center: ArrayLike | Sequence[ArrayLike | None] | None = None,
+        reserve: int = 0,
+        **options: Any,
+    ) -> None: ...
+    def __copy__(self) -> NoReturn: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlashtileCache: ...
+    @property
+    def batch_size(self) -> int: ...
+    def memory(self) -> dict[str, int]: ...
+    def check_stored(self) -> None: ...
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Stored, Stored]: ...
+    def attend(
+        self, tokens: NewTokens, query: torch.Tensor, mask: torch.Tensor | None, causal: bool, options: dict[str, Any]
+    ) -> torch.Tensor: ...
+    def reset(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None: ...
+    def batch_select_indices(self, indices: torch.Tensor) -> None: ...
+    def batch_repeat_interleave(self, repeats: int) -> None: ...

@@ -1,5 +1,6 @@
 """Tensors of PyTorch on an NVIDIA GPU. Without one, nothing here runs."""
 
+import copy
 import threading
 
 import pytest
@@ -568,3 +569,33 @@ def test_a_cache_on_the_second_device():
         step.attend(0, *[x.cuda()] * 3)
     del cache, step, out
     assert torch.cuda.current_device() == 0 and torch.empty(1, device="cuda").device.index == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+@torch.no_grad()
+def test_generation_over_a_cache(name, monkeypatch):
+    """Greedy tokens of `generate`, of beams and of a copy by a `FlashtileCache` there as by `eager`, with padding, windows and memory that grows."""
+    pytest.importorskip("transformers")
+    from flashtile.transformers import FlashtileCache
+    from test_generation import options, padded
+    from test_transformers import decoder, prompt
+
+    monkeypatch.setattr("flashtile._batch.MIN_ROOM", 4)
+    ids = prompt(3, 90)
+    mask = padded(ids).cuda()
+    ids = ids.cuda()
+    model, eager = decoder(name, "flashtile").cuda(), decoder(name, "eager").cuda()
+    for more in ({}, {"num_beams": 3}):
+        cache = FlashtileCache(model.config, k="f32", v="f32")
+        got = model.generate(ids, past_key_values=cache, **options(ids, mask, tokens=60, **more))
+        assert torch.equal(got, eager.generate(ids, **options(ids, mask, tokens=60, **more)))
+        cache.check_stored()
+    cache = FlashtileCache(model.config)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    twin, after = copy.deepcopy(cache), torch.cat([mask, mask[:, -1:]], 1)
+    logits = [model(ids[:, -1:], attention_mask=after, past_key_values=each).logits for each in (cache, twin)]
+    assert torch.equal(*logits) and logits[0].isfinite().all()
+    exact = FlashtileCache(model.config, k="f32", v="f32")
+    model(ids, attention_mask=mask, past_key_values=exact)
+    want = model(ids[:, -1:], attention_mask=after, past_key_values=exact).logits
+    assert (logits[0] - want).norm() < 0.3 * want.norm()
