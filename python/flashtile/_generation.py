@@ -44,7 +44,8 @@ class FlashtileCache(Cache):
         ValueError: where the model has layers that are neither full attention nor of a sliding window, layers that use keys of others, or an
             encoder. Calls of the model raise it where a mask shows padding, and as `Step.attend`; the tokens of the call are taken back then.
         TypeError: where an option is unknown; by every operation but attention by flashtile on the keys that a model gets.
-        RuntimeError: of a call after one that ended before all layers had attended, whose tokens are taken back by then; under `torch.compile`.
+        RuntimeError: of a call after one that ended before all layers had attended, whose tokens are taken back by then; under `torch.compile` with
+            `fullgraph=True`. Without that, layers run as they are, outside of the compiled graphs.
     """
 
     def __init__(self, config, *, k="int8", v="tq4", center=None, reserve=0, **options):
@@ -108,7 +109,7 @@ class FlashtileCache(Cache):
         """Stand-ins for the keys and values of a layer, `(batch, kv_heads, kv_len, dim)`, of which attention by flashtile stores the new ones, and
         reads all. They have no elements: anything else that reads them raises a `TypeError`."""
         if torch.compiler.is_compiling():
-            raise RuntimeError("a FlashtileCache grows and cannot be compiled: call the model without torch.compile, or give it a StaticCache")
+            raise RuntimeError("a FlashtileCache grows and cannot be compiled: leave out fullgraph=True, or give the model a StaticCache")
         forward = self._forward
         if forward is None or layer_idx in forward.given:
             self._settle()

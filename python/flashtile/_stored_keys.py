@@ -14,7 +14,8 @@ class Stored(torch.Tensor):
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
         raise TypeError(
             f"{operation} needs elements, and keys and values in a FlashtileCache are codes, which attention by flashtile alone reads: call "
-            "flashtile.transformers.register(), and give the model attn_implementation='flashtile'; or give it another cache"
+            "flashtile.transformers.register(), and give the model attn_implementation='flashtile'; where it has that, its own code computes with "
+            "cached keys: give it another cache"
         )
 
     def __repr__(self, **_):

@@ -408,11 +408,15 @@ def test_keys_are_read_once():
         forward(module, q, keys, values, None)
 
 
-def test_compiled_models_are_refused():
-    model, cache, _ = pair("llama")
+def test_compiled_models():
+    """A whole graph is refused; otherwise the cache breaks graphs, and results are right."""
+    model, cache, eager = pair("llama")
+    ids = prompt()
     with pytest.raises(Exception, match="cannot be compiled"):
-        torch.compile(model, backend="eager", fullgraph=True)(prompt(), past_key_values=cache)
+        torch.compile(model, backend="eager", fullgraph=True)(ids, past_key_values=cache)
     assert cache.get_seq_length() == 0 and not cache.is_compileable
+    close(torch.compile(model, backend="eager")(ids, past_key_values=cache).logits, eager(ids).logits)
+    assert cache.get_seq_length() == 21
 
 
 def test_autocast():
