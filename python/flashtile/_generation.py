@@ -70,12 +70,13 @@ class FlashtileCache(Cache):
         super().__init__(layers=[_Layer(self, window) for window in windows])
 
     def __repr__(self):
-        memory = self.memory()
         held = f"{self.batch_size} sequences of {self._positions} positions" if self.batch_size > 0 else "empty"
-        return (
-            f"<FlashtileCache {len(self.layers)} layers, k {self._options['k']}, v {self._options['v']}; {held}, "
-            f"{memory['bytes_used']} of {memory['bytes_reserved']} bytes>"
-        )
+        try:
+            memory = self.memory()
+            held += f", {memory['bytes_used']} of {memory['bytes_reserved']} bytes"
+        except RuntimeError:
+            held += ", in a forward pass"
+        return f"<FlashtileCache {len(self.layers)} layers, k {self._options['k']}, v {self._options['v']}; {held}>"
 
     def __copy__(self):
         raise TypeError("two caches cannot have the same tokens: copy.deepcopy copies them")

@@ -2,7 +2,8 @@
 
     python sweep_transformers.py [--out FILE] [--jobs N] [--limit SECONDS] [--part] [NAME ...]
 
-A class is right, refused by name when flashtile is asked for, not built (with the reason), or wrong; wrong ones fail. NAME is a folder of
+A class is right, refused by name when flashtile is asked for, not built (with the reason), or wrong; wrong ones fail. Generation over a
+`FlashtileCache` is right, or refused by its name, which the outcome says. NAME is a folder of
 `transformers/models`; `--part` takes a fixed list of them. FILE has the classes by outcome, in an order that `diff` can compare.
 """
 
@@ -362,10 +363,13 @@ def cases(inputs, names):
         yield "mask of 4 axes", inputs | {"attention_mask": torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)}, None
 
 
-GENERATION = {"grown": {}, "static": {"cache_implementation": "static", "disable_compile": True}, "beams": {"num_beams": 3}}
+STORED = "FlashtileCache"
+GENERATION = {"grown": {}, "static": {"cache_implementation": "static", "disable_compile": True}, "beams": {"num_beams": 3}, STORED: {}}
 
 
-def generated(model, options):
+def generated(model, options, is_stored):
+    if is_stored and model.config._attn_implementation == "flashtile":
+        options = {"past_key_values": flashtile.transformers.FlashtileCache(model.config, k="f32", v="f32")} | options
     mask = padding("left")
     ids = text().masked_fill(mask == 0, 0)
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0} | options
@@ -422,7 +426,7 @@ def outcome(kind, calls):
     done, wrong = [], []
     for call in calls_of(eager, inputs, names):
         verdict = compared(kind, config, models, call)
-        (wrong if verdict not in ("right", "as sdpa", "no eager") else done).append(f"{call.name}: {verdict}")
+        (wrong if verdict not in ("right", "as sdpa", "no eager", REFUSED) else done).append(f"{call.name}: {verdict}")
     if wrong:
         return WRONG, "; ".join(wrong)
     return (RIGHT if calls else UNUSED), ", ".join(x.replace(": right", "") for x in done)
@@ -483,7 +487,7 @@ def calls_of(eager, inputs, names):
         yield Call(name, functools.partial(made_of, arguments, seen), other)
     if eager.can_generate() and set(inputs) == {"input_ids"}:
         for name, options in GENERATION.items():
-            yield Call(name, lambda model, o=options: (generated(model, o), None))
+            yield Call(name, lambda model, n=name, o=options: (generated(model, o, n == STORED), None))
     yield Call(AUTOCAST, lambda model: (autocast(model, inputs), None))
 
 
@@ -508,6 +512,8 @@ def compared(kind, config, models, call):
     try:
         got, _ = call.make(models["flashtile"])
     except Exception as error:
+        if call.name == STORED and STORED in str(error):
+            return REFUSED
         verdict = reason(error)
     else:
         worst = far(got, want, seen)

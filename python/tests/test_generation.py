@@ -404,6 +404,7 @@ def test_keys_are_read_once():
     with pytest.raises(ValueError, match="passes indices to attention, which a FlashtileCache does not take"):
         forward(module, q, keys, values, None, indices=torch.zeros(1, 3, 1, dtype=torch.long))
     forward(module, q, keys, values, None)
+    assert repr(cache) == "<FlashtileCache 2 layers, k f32, v f32; 1 sequences of 0 positions, in a forward pass>"
     with pytest.raises(ValueError, match="keys of layer 0 are read a second time"):
         forward(module, q, keys, values, None)
 
