@@ -486,7 +486,7 @@ mod codecs {
     fn compared() {
         let (k, v, q) = (normal(1, 6 * 8), normal(2, 6 * 8), normal(3, 3 * 8));
         let head = Head { k: &k, v: &v, q: &q, head_dim: 8, value_dim: 8, scale: 0.35 };
-        let keys = [Codec::Tq4, Codec::F16].map(|codec| KeyCodec { codec, centered: true });
+        let keys = [Codec::Tq4, Codec::F16].map(|codec| KeyCodec { codec, centered: true, equalized: false });
         let found = compare(&HeadAttention::new(head), &keys, &[Codec::Int8]).unwrap();
         assert!(found.out.iter().flatten().all(|out| out.is_some_and(|out| out.relative() < 0.1)));
     }

@@ -531,9 +531,12 @@ fn refusals_of_files_and_options() {
 #[test]
 fn keys_with_unequal_channels_are_equalized() {
     let mut tensors = normal(512, 64, 0.0);
-    let mut k = tensors["k"].values();
-    k.iter_mut().enumerate().for_each(|(at, x)| *x *= if at % 64 == 5 { 16.0 } else { 1.0 });
-    let q: Vec<f32> = tensors["q"].values().iter().map(|x| 0.5 * x).collect();
+    let scaled = |name: &str, scale: &dyn Fn(usize) -> f64| {
+        let values = tensors[name].values().into_iter().enumerate();
+        values.map(|(at, x)| (scale(at) * x) as f32).collect::<Vec<f32>>()
+    };
+    let k = scaled("k", &|at| if at % 64 == 5 { 16.0 } else { 1.0 });
+    let q = scaled("q", &|_| 0.5);
     tensors.insert("k".into(), Tensor::f32(&[1, 1, 512, 64], &k));
     let shape = tensors["q"].shape.clone();
     tensors.insert("q".into(), Tensor::f32(&shape, &q));

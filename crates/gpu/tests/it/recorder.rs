@@ -166,8 +166,7 @@ fn a_step_of_decoding_takes_no_memory_and_does_not_wait() {
             let (shape, strides) = ([1, 8, count, 64], [0, 64, 8 * 64, 1]);
             let [k, v] = cache.store().kv(layer);
             let q = GpuTensor { view: x.view(), shape, strides };
-            let inputs =
-                GpuInputs { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None };
+            let inputs = GpuInputs::new(q, k, v);
             let out = GpuTensorMut { view: out.view_mut(), shape, strides };
             session.run_paged(&problem, &inputs, &tables, &mut GpuOutputs { out, lse: None }).unwrap();
         }
@@ -214,7 +213,7 @@ fn a_call_of_the_same_description_only_launches() {
         (memory(ScalarType::Bf16, 1536), memory(ScalarType::Bf16, 1536), memory(ScalarType::F32, 24));
     let (shape, strides, [k, v]) = ([1, 8, 3, 64], [0, 64, 512, 1], store.kv(0));
     let q = GpuTensor { view: q.view(), shape, strides };
-    let inputs = GpuInputs { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None };
+    let inputs = GpuInputs::new(q, k, v);
     let mut call = || {
         *recorder.0.borrow_mut() = Record::default();
         let out = GpuTensorMut { view: out.view_mut(), shape, strides };
