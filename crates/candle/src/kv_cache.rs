@@ -320,6 +320,21 @@ impl Step<'_> {
             StepInner::Cuda(step) => step.lens(),
         }
     }
+
+    /// The position of each new token in its sequence, in the order of the rows of q: what rotary embeddings need.
+    ///
+    /// ```
+    /// # use flashtile_candle::{KvCache, flashtile::{CacheDesc, CacheLayout, CacheShape, Codec}};
+    /// # let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+    /// # let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Contiguous { slots: 2, capacity: 8 }, shape, Codec::F32))?;
+    /// # let (a, b) = (cache.create()?, cache.create()?);
+    /// let step = cache.step(&[(a, 2), (b, 3)])?;
+    /// assert_eq!(step.positions().collect::<Vec<_>>(), [0, 1, 0, 1, 2]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
+        self.lens().iter().flat_map(|lens| lens.kv_len - lens.q_len..lens.kv_len)
+    }
 }
 
 /// Attends in a layer of a step over a cache in main memory.
