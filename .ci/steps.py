@@ -90,6 +90,7 @@ def formatting():
     run("cargo", "fmt", "--manifest-path", "crates/burn/Cargo.toml", "--check")
     run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "examples/smollm/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "python/Cargo.toml", "--check")
     # Needs objc2-metal, which `prepare.py` makes, in its place: cargo reads every manifest.
@@ -705,6 +706,14 @@ def minilm():
     run(sys.executable, "-B", "examples/candle-minilm/fetch.py", model)
     manifest = ["--manifest-path", "examples/candle-minilm/Cargo.toml"]
     run("cargo", "run", "--release", "--locked", "-q", *manifest, "--", model, "LICENSE-APACHE", env=OPERATORS)
+
+
+@step("smollm", "example: SmolLM2 in candle over quantized caches, against attention in candle's operations", full=True)
+def smollm():
+    folder = TARGET / "ci" / "smollm"
+    run(sys.executable, "-B", "examples/smollm/fetch.py", folder)
+    model = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    run("cargo", "run", "--release", "--locked", "-q", "--manifest-path", "examples/smollm/Cargo.toml", "--", model, "--check", env=OPERATORS)
 
 
 @step("transformers", "Python: tensors of PyTorch, its operator, and every model class of Hugging Face transformers", full=True)
