@@ -713,7 +713,9 @@ def smollm():
     folder = TARGET / "ci" / "smollm"
     run(sys.executable, "-B", "examples/smollm/fetch.py", folder)
     model = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    run("cargo", "run", "--release", "--locked", "-q", "--manifest-path", "examples/smollm/Cargo.toml", "--", model, "--check", env=OPERATORS)
+    options = ["--release", "--locked", "-q", "--manifest-path", "examples/smollm/Cargo.toml"]
+    run("cargo", "test", *options, env=OPERATORS)
+    run("cargo", "run", *options, "--", model, "--check", env=OPERATORS)
 
 
 @step("transformers", "Python: tensors of PyTorch, its operator, and every model class of Hugging Face transformers", full=True)

@@ -32,8 +32,8 @@ fn drafts(tokens: &[u32], room: usize) -> [&[u32]; 2] {
     found
 }
 
-/// The row of each key that each row sees, U8 `(rows, base + rows)`: all of them but, for the second branch, the keys of the first.
-/// Causality, which the step has anyway, hides later keys.
+/// The keys that each row sees, U8 `(rows, base + rows)`: all of them, but rows of the second branch do not see the first. Causality, which a
+/// step has anyway, hides later keys.
 fn tree_mask(base: usize, trunk: usize, [first, second]: [usize; 2]) -> Result<Mask> {
     let (rows, keys) = (trunk + first + second, base + trunk + first + second);
     let mut visible = vec![1u8; rows * keys];
@@ -78,4 +78,31 @@ pub fn next(session: &mut Session<'_>) -> Result<Vec<u32>> {
     session.cache.truncate(session.seq, after + kept)?;
     session.tokens.extend(&new);
     Ok(new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{accepted, drafts};
+
+    const NONE: [&[u32]; 2] = [&[], &[]];
+
+    #[test]
+    fn branches_are_the_latest_continuations_that_differ() {
+        let tokens = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3, 5, 8, 1, 2, 3];
+        assert_eq!(drafts(&tokens, 100), [&[5, 8, 1, 2, 3][..], &[4, 9, 1, 2, 3, 5]]);
+        assert_eq!(drafts(&tokens, 7), [&[5, 8, 1, 2, 3][..], &[4, 9]]);
+        assert_eq!(drafts(&tokens, 0), NONE);
+        assert_eq!(drafts(&[1, 2, 3, 4], 100), NONE);
+        // Two last tokens are enough where three occurred nowhere else.
+        assert_eq!(drafts(&[7, 2, 3, 4, 8, 2, 3], 100), [&[4, 8, 2, 3][..], &[]]);
+    }
+
+    #[test]
+    fn a_branch_is_accepted_up_to_its_first_wrong_token() {
+        let next = |n| [4, 5, 6, 7][n];
+        assert_eq!(accepted(&[4, 5, 9], next), [4, 5, 6]);
+        assert_eq!(accepted(&[4, 5, 6], next), [4, 5, 6, 7]);
+        assert_eq!(accepted(&[9], next), [4]);
+        assert_eq!(accepted(&[], next), [4]);
+    }
 }
