@@ -50,7 +50,7 @@ struct Options {
     /// Seed of the random choices.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Computes drafts of several tokens in a step, found in the conversation: the same tokens as without, mostly sooner.
+    /// Computes drafts of several tokens in a step, found in the conversation: the same tokens, sooner where replies repeat it, later elsewhere.
     #[arg(long, conflicts_with = "temperature")]
     speculate: bool,
     /// Compares tokens with attention in plain candle operations, for the prompt or for a list of them, and prints speeds.
