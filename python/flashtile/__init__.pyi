@@ -179,6 +179,9 @@ class Layers:
         capacity: int | None = None,
         k: str = "int8",
         v: str = "tq5",
+        keep_first: int = 0,
+        keep_last: int = 0,
+        keep_slots: int | None = None,
     ) -> None: ...
 
 class KvCache:
@@ -199,12 +202,21 @@ class KvCache:
         capacity: int | None = None,
         k: str = "int8",
         v: str = "tq5",
+        keep_first: int = 0,
+        keep_last: int = 0,
+        keep_slots: int | None = None,
         center: ArrayLike | List[ArrayLike | None] | None = None,
+        equalize: ArrayLike | List[ArrayLike | None] | None = None,
         device: Any = None,
     ) -> None: ...
     @overload
     def __init__(
-        self, layers: List[Layers], *, center: ArrayLike | List[ArrayLike | None] | None = None, device: Any = None
+        self,
+        layers: List[Layers],
+        *,
+        center: ArrayLike | List[ArrayLike | None] | None = None,
+        equalize: ArrayLike | List[ArrayLike | None] | None = None,
+        device: Any = None,
     ) -> None: ...
     def create(self) -> Sequence: ...
     def fork(self, sequence: Sequence) -> Sequence: ...

@@ -19,7 +19,7 @@ class Batch:
         window: the last tokens that a query sees, its own included, or None for all.
         reserve: tokens of each sequence for which there is memory from the start.
         center: as for `KvCache`, of these layers.
-        options: of `flashtile.Layers`, but for the layout and the dimensions.
+        options: of `flashtile.Layers`, but for the layout and the dimensions. Windows hide the first tokens, and keep none in 16 bits.
     """
 
     def __init__(self, count, window, reserve, center, options):
@@ -31,6 +31,8 @@ class Batch:
         self._firsts = []
         # All pages, and how many of them are free, at least; tokens and sequences for which the rings have room.
         self._pages = self._free = self._capacity = self._slots = 0
+        # True if sequences take slots: of rings, or of tokens that stay in 16 bits.
+        self._has_slots = window is not None or bool(options.get("keep_first") or options.get("keep_last"))
         self._shares = False
 
     def __len__(self):
@@ -75,8 +77,8 @@ class Batch:
         for at in set(range(len(self))) - set(kept):
             self._cache.remove(self._sequences[at])
         self._take(kept)
-        if self.window is not None and len(indices) > self._slots:
-            self._move(self._capacity, len(indices))
+        if self._has_slots and len(indices) > self._slots:
+            self._move(self._capacity, len(indices), self._pages)
         self._take([kept.index(at) for at in indices])
         sequences, taken = [], set()
         for sequence in self._sequences:
@@ -122,8 +124,8 @@ class Batch:
             if of != self._of:
                 raise ValueError(f"a layer has {_described(of)}, and the cache {_described(self._of)}, of its first layer of this kind")
             return
-        # Rings of another batch may be too few.
-        if of != self._of or self.window is not None:
+        # Slots of another batch may be too few.
+        if of != self._of or self._has_slots:
             self._of, self._cache = of, None
         if self._cache is None:
             longest = max(tokens)
@@ -135,11 +137,15 @@ class Batch:
 
     def _new(self):
         kv_heads, head_dim, value_dim, device = self._of
+        options = dict(self._options)
         if self.window is None:
             tokens = {"layout": "paged", "pages": self._pages, "page_size": PAGE}
+            if self._has_slots:
+                tokens["keep_slots"] = self._slots
         else:
             tokens = {"layout": "ring", "slots": self._slots, "capacity": self._capacity}
-        layers = Layers(self._count, kv_heads, head_dim, value_dim=value_dim, **tokens, **self._options)
+            options.pop("keep_first", None)
+        layers = Layers(self._count, kv_heads, head_dim, value_dim=value_dim, **tokens, **options)
         return KvCache([layers], center=self._center, device=device)
 
     def _least_capacity(self, tokens):
@@ -154,13 +160,13 @@ class Batch:
             capacity = self._least_capacity(max(tokens))
             # A prompt that is longer than the slack takes a larger ring, for one step.
             if capacity > self._capacity or self._capacity > self._least_capacity(0):
-                self._move(capacity, self._slots)
+                self._move(capacity, self._slots, self._pages)
             return
         if self._pages_needed(tokens) > self._free:
             self._count_pages()
         if self._pages_needed(tokens) > self._free:
             longest = max(length + n for length, n in zip(self._lens, tokens))
-            self._move(pages=self._pages_for(longest, len(tokens)))
+            self._move(self._capacity, self._slots, self._pages_for(longest, len(tokens)))
             self._count_pages()
         self._free -= self._pages_needed(tokens)
 
@@ -173,7 +179,7 @@ class Batch:
         memory = self._cache.memory()
         self._free, self._shares = memory["pages_free"], memory["pages_shared"] > 0
 
-    def _move(self, capacity=0, slots=0, pages=0):
+    def _move(self, capacity, slots, pages):
         """Copies the sequences to a new cache."""
         before, sequences = self._cache, self._sequences
         sizes = self._capacity, self._slots, self._pages

@@ -69,6 +69,10 @@ class Layers:
         pages, page_size: pages and tokens of a page, of `"paged"`.
         slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
         k, v: codecs of keys and values: f32, f16, bf16, rot16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
+        keep_first: first tokens of each sequence that stay in 16 bits beside their codes, such as attention sinks; 0 in a ring.
+        keep_last: tokens up to a query's own that it reads in 16 bits. With 128 of them, 2 and 3 bits lose little. Each sequence takes the memory of 64 rows more;
+            a step of more than 64 tokens is computed in pieces, and takes no mask and no slopes of each sequence.
+        keep_slots: sequences at a time whose tokens stay in 16 bits, of `"paged"` with `keep_first` or `keep_last`, which requires it.
 
     Raises:
         ValueError, TypeError: where an argument is wrong.
@@ -88,7 +92,16 @@ class Layers:
         capacity=None,
         k="int8",
         v="tq5",
+        keep_first=0,
+        keep_last=0,
+        keep_slots=None,
     ):
+        keeps = {"keep_first": integer("keep_first", keep_first), "keep_last": integer("keep_last", keep_last)}
+        if layout == "paged" and any(keeps.values()) != (keep_slots is not None):
+            raise ValueError("keep_slots is the number of sequences of layout='paged' with keep_first or keep_last: give all, or none of them")
+        if layout != "paged" and keep_slots is not None:
+            raise ValueError(f"keep_slots is of layout='paged', this one is {layout!r}, whose slots are as many")
+        keeps["keep_slots"] = 0 if keep_slots is None else integer("keep_slots", keep_slots)
         if layout == "paged":
             if slots is not None or capacity is not None:
                 raise ValueError("slots and capacity are of layout='contiguous' and 'ring', this one is 'paged'")
@@ -105,7 +118,7 @@ class Layers:
         sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
         sizes, tokens = ({name: integer(name, size) for name, size in of.items()} for of in (sizes, tokens))
         self._count = integer("count", count)
-        self._desc = {"layout": {layout: tokens}, **sizes, "k": k, "v": v}
+        self._desc = {"layout": {layout: tokens}, **sizes, "k": k, "v": v, **keeps}
 
     def __repr__(self):
         return f"<Layers {_described(self._count, self._desc)}>"
@@ -115,7 +128,9 @@ def _described(count, desc):
     ((layout, tokens),) = desc["layout"].items()
     (name, of), (_, size) = tokens.items()
     dims = desc["head_dim"] if desc["head_dim"] == desc["value_dim"] else f"{desc['head_dim']} and {desc['value_dim']}"
-    return f"{layout}, {of} {name} of {size} tokens; {count} layers, {desc['kv_heads']} heads of {dims}; k {desc['k']}, v {desc['v']}"
+    kept = [f"{of} {desc[name]}" for name, of in (("keep_first", "first"), ("keep_last", "last")) if desc[name]]
+    kept = f", the {' and '.join(kept)} tokens in 16 bits" if kept else ""
+    return f"{layout}, {of} {name} of {size} tokens; {count} layers, {desc['kv_heads']} heads of {dims}; k {desc['k']}, v {desc['v']}{kept}"
 
 
 class KvCache:
@@ -137,8 +152,8 @@ class KvCache:
     all layers, of which rings keep the last tokens: it is truncated to what every layer keeps at most.
 
     Args:
-        layers: the number of layers; `kv_heads`, `head_dim`, `value_dim`, `layout`, `pages`, `page_size`, `slots`, `capacity`, `k` and `v` are
-            as for `Layers` then. Or a list of `Layers`, which have these.
+        layers: the number of layers; `kv_heads`, `head_dim`, `value_dim`, `layout`, `pages`, `page_size`, `slots`, `capacity`, `k`, `v`,
+            `keep_first`, `keep_last` and `keep_slots` are as for `Layers` then. Or a list of `Layers`, which have these.
         center: an array `(layers, kv_heads, head_dim)`, or a list with an array `(kv_heads, head_dim)` or None for each layer, subtracted
             from keys before they are quantized, which leaves softmax as it is: for keys with a large constant part. It is a constant of the
             model: for each layer `k.mean(axis=0)` over the tokens of a representative prompt. None or False: keys are stored as they are.
