@@ -2,6 +2,7 @@
 
 use super::desc::{CacheDesc, CacheLayout, CacheShape};
 use super::error::CacheError;
+use super::key_checks::KeyTransformError;
 use super::table::reserve;
 use crate::codec::{Codec, KeyTransform};
 use crate::limits::MAX_LEN;
@@ -244,6 +245,13 @@ impl Snapshot {
         let flags = take(&mut rest, layers).ok_or(length(HEADER.saturating_add(layers)))?;
         if flags.iter().any(|flag| *flag > HAS_MEAN | HAS_FACTORS) {
             return Err(CacheError::SnapshotHeader { field: "flag of a mean or of factors" });
+        }
+        let has = |bit: u8| flags.iter().any(|flag| flag & bit != 0);
+        if has(HAS_MEAN) && k.dtype().is_some() {
+            return Err(KeyTransformError::MeanOfElements { codec: k }.into());
+        }
+        if has(HAS_FACTORS) && !k.supports_key_factors() {
+            return Err(KeyTransformError::FactorsOfCodec { codec: k }.into());
         }
         let lists: usize = flags.iter().map(|flag| flag.count_ones() as usize).sum();
         let list_bytes = kv_heads.saturating_mul(head_dim).saturating_mul(size_of::<f32>());
