@@ -18,13 +18,13 @@ class Batch:
         count: layers.
         window: the last tokens that a query sees, its own included, or None for all.
         reserve: tokens of each sequence for which there is memory from the start.
-        center: as for `KvCache`, of these layers.
+        transforms: `center` and `equalize` of `KvCache`, of these layers.
         options: of `flashtile.Layers`, but for the layout and the dimensions. Windows hide the first tokens, and keep none in 16 bits.
     """
 
-    def __init__(self, count, window, reserve, center, options):
+    def __init__(self, count, window, reserve, transforms, options):
         self.window = window
-        self._count, self._reserve, self._center, self._options = count, reserve, center, options
+        self._count, self._reserve, self._transforms, self._options = count, reserve, transforms, options
         self._cache = self._of = None
         self._sequences, self._lens = [], []
         # Where the rings begin: the first token that each sequence has.
@@ -97,7 +97,7 @@ class Batch:
 
     def copy(self):
         """A batch with the same tokens, and memory of its own."""
-        made = Batch(self._count, self.window, self._reserve, self._center, self._options)
+        made = Batch(self._count, self.window, self._reserve, self._transforms, self._options)
         made.__dict__.update(self.__dict__)
         if self._cache is not None:
             # Pages that are shared are copied for each sequence.
@@ -146,7 +146,7 @@ class Batch:
             tokens = {"layout": "ring", "slots": self._slots, "capacity": self._capacity}
             options.pop("keep_first", None)
         layers = Layers(self._count, kv_heads, head_dim, value_dim=value_dim, **tokens, **options)
-        return KvCache([layers], center=self._center, device=device)
+        return KvCache([layers], device=device, **self._transforms)
 
     def _least_capacity(self, tokens):
         return 0 if self.window is None else self.window - 1 + max(tokens, SLACK)

@@ -46,6 +46,7 @@ class FlashtileCache(Cache):
         k: str = "int8",
         v: str = "tq4",
         center: ArrayLike | Sequence[ArrayLike | None] | None = None,
+        equalize: ArrayLike | Sequence[ArrayLike | None] | None = None,
         reserve: int = 0,
         **options: Any,
     ) -> None: ...
