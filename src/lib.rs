@@ -36,7 +36,7 @@ pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 /// assert_eq!(bf16::DTYPE, Dtype::BF16);
 /// ```
 pub use flashtile_core::half;
-pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
+pub use flashtile_core::inputs::{Inputs, KeptInputs, KeptPages, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
 pub use flashtile_core::plan::{AnyPlan, KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
@@ -60,8 +60,8 @@ pub mod problem {
         MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,
     };
     pub use flashtile_core::problem::{
-        Dims, HeadShape, KeyColumnsError, KvStorage, Positional, Problem, ProblemDesc, ProblemError, QOffset,
-        SeqLens, Sequence, Sequences, SharedPrefix, Side, Visibility,
+        Dims, HeadShape, KeptError, KeptTokens, KeyColumnsError, KeyPart, KvStorage, Positional, Problem,
+        ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences, SharedPrefix, Side, Visibility,
     };
 }
 
@@ -81,7 +81,7 @@ pub mod cache {
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
         CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, HybridCache, KEPT_STEP,
-        KeptTables, KeyTransformError, KvCache, PageStore, SeqId, Snapshot,
+        KeepError, KeptTables, KeyTransformError, KvCache, PageStore, SeqId, Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }

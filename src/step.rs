@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{
-    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KEPT_STEP, KeptTables, KvCache, PageStore,
-    SeqId, name_layer, total_tokens,
+    CacheError, CacheLayout, GroupLayer, HostStore, HybridCache, KEPT_STEP, KeepError, KeptTables, KvCache,
+    PageStore, SeqId, name_layer, total_tokens,
 };
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Outputs, RunError};
@@ -50,9 +50,9 @@ pub trait StepStore: PageStore<Error: Into<Error>> {
     #[doc(hidden)]
     fn rows_of_outputs<'a>(of: &'a mut Self::Outputs<'_>, rows: Range<usize>) -> Result<Self::Outputs<'a>>;
 
-    /// Names an option or an output that a step in pieces does not take.
+    /// Names an option or an output that steps of more than [`KEPT_STEP`] tokens over kept tokens do not take.
     #[doc(hidden)]
-    fn not_in_pieces(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str>;
+    fn not_in_windows(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str>;
 }
 
 /// Computes the layers of a step: a [`Runner`] over a cache in main memory, a session of a device over a cache there.
@@ -126,7 +126,7 @@ impl StepStore for HostStore {
         Ok(Outputs::new(of.out.rows_mut(rows)?))
     }
 
-    fn not_in_pieces(options: &Attention<'_>, outputs: &Outputs<'_>) -> Option<&'static str> {
+    fn not_in_windows(options: &Attention<'_>, outputs: &Outputs<'_>) -> Option<&'static str> {
         let Attention { mask, alibi_slopes, .. } = options;
         let heads = outputs.out.shape()[1];
         let each = alibi_slopes.is_some_and(|slopes| slopes.len() > heads);
@@ -294,7 +294,7 @@ struct StepGroup {
     tables: BlockTables,
     /// Tokens that are kept in 16 bits.
     kept: Option<KeptTables>,
-    /// The first of the last kept tokens of each sequence before the step, where its layers are computed in pieces.
+    /// The first of the last kept tokens of each sequence before the step, where its layers are computed [`KEPT_STEP`] tokens at a time.
     last_from: Option<Vec<usize>>,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
@@ -423,7 +423,7 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
         self.layer(layer, q, (&k, &v), options, outputs)
     }
 
-    /// Stores the rows of a layer and attends to them: at once, or in pieces.
+    /// Stores the rows of a layer and attends to them: at once, or a few tokens at a time.
     fn layer(
         &mut self,
         layer: usize,
@@ -437,7 +437,7 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     {
         let at = self.tokens.groups.find(layer)?;
         if self.groups[at.group].last_from.is_some() {
-            return self.attend_in_pieces(layer, &q, (k, v), options, outputs);
+            return self.attend_in_windows(layer, &q, (k, v), options, outputs);
         }
         self.write(layer, k, v)?;
         self.attend_to(layer, q, options, outputs)
@@ -445,7 +445,7 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
 
     /// Stores the rows of a layer, [`KEPT_STEP`] tokens of a sequence at a time, and attends to them before the next ones take the places of
     /// tokens that these still see in 16 bits.
-    fn attend_in_pieces(
+    fn attend_in_windows(
         &mut self,
         layer: usize,
         q: &S::Rows<'_>,
@@ -461,8 +461,8 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
         let at = groups.find(layer)?;
         let last_from = self.groups[at.group].last_from.as_deref().unwrap_or_default();
         let longest = batch.iter().map(|&(_, tokens)| tokens).max().unwrap_or(0);
-        let refused = |what| CacheError::KeptStep { what, tokens: longest };
-        if let Some(what) = S::not_in_pieces(options, outputs) {
+        let refused = |what| CacheError::Keep(KeepError::Step { what, tokens: longest, max: KEPT_STEP });
+        if let Some(what) = S::not_in_windows(options, outputs) {
             return Err(refused(what).into());
         }
         let (cache, named) = (&mut groups.caches[at.group], groups.layers.unwrap_or_default());
@@ -575,7 +575,7 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     }
 }
 
-/// The first of the last kept tokens of each sequence, where a step of this batch is computed in pieces.
+/// The first of the last kept tokens of each sequence, where a step of this batch is computed [`KEPT_STEP`] tokens at a time.
 fn last_from<S: StepStore>(
     cache: &KvCache<S>,
     batch: &[(SeqId, usize)],

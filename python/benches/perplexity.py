@@ -10,7 +10,7 @@ interpreter that runs it.
 The model is SmolLM2-135M-Instruct (30 layers, 9 query heads and 3 key/value heads of 64), its parameters in f32 from a file of Q4_1. Its
 attention is replaced by `KvCache.step(..).attend`: the rows of a chunk are stored before it attends. Each of the first tokens of a text predicts
 the next one; the perplexity is the exponential of the mean of -log p. Means and factors of keys are learned from the first 256 tokens, as from a
-prompt: "equalized" has both. "kept" caches have the first 4 and the last 128 tokens in 16 bits beside their codes.
+prompt: "equalized" has both. "kept" caches have the first 4 and the last 128 tokens in 16 bits beside their codes, or as many last ones as is said.
 
 Each measurement is a line of JSON in FILE. A run that is repeated with the same FILE measures what it lacks, and prints the table of all.
 FILE's folder also gets the -log p of each token, from which the standard error of a difference is computed.
@@ -144,12 +144,17 @@ def cases():
     pairs = """f16+f16 f32+f32 int8+int8 fp8+fp8 int8+tq6 int8+tq5 int8+tq4 tq6+tq6 tq6+tq5 tq6+tq4 tq5+tq5 tq5+tq4 tq4+tq4 int8+tq3 tq4+tq3
         tq4+tq2 tq3+tq3 tq3+tq2 tq2+tq2"""
     found = {pair: dict(zip("kv", pair.split("+"))) for pair in pairs.split()}
-    equalized = {"center": key_mean, "equalize": key_factors}
+    centered, equalized = {"center": key_mean}, {"center": key_mean, "equalize": key_factors}
     kept = {"keep_first": 4, "keep_last": 128, "keep_slots": 1}
-    measures = {"centered": {"center": key_mean}, "equalized": equalized, "kept": kept, "kept and equalized": kept | equalized}
-    for measure, options in measures.items():
-        for pair in "int8+int8 int8+tq4 tq6+tq6 tq5+tq5 tq4+tq4 tq4+tq3 tq3+tq3 tq4+tq2 tq3+tq2 tq2+tq2".split():
-            found[f"{pair}, {measure}"] = found[pair] | options
+    of_all = {"centered": centered, "equalized": equalized, "kept": kept, "kept and equalized": kept | equalized}
+    of_some = {"kept and centered": kept | centered}
+    of_some |= {f"kept {last} and centered": kept | centered | {"keep_last": last} for last in (256, 512)}
+    for measures, pairs in (
+        (of_all, "int8+int8 int8+tq4 tq6+tq6 tq5+tq5 tq4+tq4 tq4+tq3 tq3+tq3 tq4+tq2 tq3+tq2 tq2+tq2"),
+        (of_some, "int8+tq4 tq4+tq4 tq3+tq3 tq3+tq2 tq2+tq2"),
+    ):
+        for measure, options in measures.items():
+            found |= {f"{pair}, {measure}": found[pair] | options for pair in pairs.split()}
     return found
 
 

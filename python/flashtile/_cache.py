@@ -71,7 +71,7 @@ class Layers:
         k, v: codecs of keys and values: f32, f16, bf16, rot16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
         keep_first: first tokens of each sequence that stay in 16 bits beside their codes, such as attention sinks; 0 in a ring.
         keep_last: tokens up to a query's own that it reads in 16 bits. With 128 of them, 2 and 3 bits lose little. Each sequence takes the memory of 64 rows more;
-            a step of more than 64 tokens is computed in pieces, and takes no mask and no slopes of each sequence.
+            a step of more than 64 tokens is computed 64 at a time, and takes no mask and no slopes of each sequence.
         keep_slots: sequences at a time whose tokens stay in 16 bits, of `"paged"` with `keep_first` or `keep_last`, which requires it.
 
     Raises:

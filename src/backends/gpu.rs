@@ -159,7 +159,7 @@ where
         }))
     }
 
-    fn not_in_pieces(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str> {
+    fn not_in_windows(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str> {
         let heads = outputs.out.shape[1];
         let each = options.alibi_slopes.is_some_and(|slopes| slopes.len() > heads);
         let refused = [

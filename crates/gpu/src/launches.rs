@@ -220,14 +220,14 @@ impl Launches {
         let first = tile.instance(&variant).map_err(none)?;
         let is_prefill = tile.is_prefill();
         let attending = if is_prefill { Attending::Prefill } else { Attending::Decode };
-        let parts = kept_parts(problem);
-        let all = splits + parts.len();
+        let stored = kept_parts(problem);
+        let all = splits + stored.len();
         let has_partials = !is_prefill || all > 1;
         let kernels = Kernels {
             attend: attending(first),
             merge: has_partials.then(|| variant.merge().map_err(none)).transpose()?,
         };
-        let kept = parts.into_iter().enumerate().map(|(index, part)| {
+        let kept = stored.into_iter().enumerate().map(|(index, part)| {
             let problem = problem.part(part);
             tile.check(&problem)?;
             let kernel = attending(tile.instance(&Variant::of(&problem)).map_err(none)?);

@@ -366,7 +366,7 @@ impl Case {
         })
     }
 
-    /// Pages of the kept tokens: slots in reverse order, behind an unused one. Their elements are not those of the codes, so that a row
+    /// Pages of the kept tokens: slots in reverse order, behind an unused one. Their elements differ from the elements of the codes, so that a row
     /// read from the wrong storage shows.
     fn build_kept(&self, problem: &Problem) -> [Option<Arc<KeptData>>; 2] {
         let Some(kept) = &problem.desc().kept else { return [None, None] };

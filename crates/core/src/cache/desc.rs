@@ -1,6 +1,7 @@
 //! Descriptions of caches.
 
 use super::error::CacheError;
+use super::keep_error::KeepError;
 use crate::codec::Codec;
 use crate::dtype::Dtype;
 use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
@@ -95,8 +96,8 @@ pub struct CacheDesc {
     /// gives up its first tokens, keeps none.
     #[cfg_attr(feature = "serde", serde(default))]
     pub keep_first: usize,
-    /// Tokens up to a query's own that it reads in 16 bits. 0: none. For each sequence the cache holds [`KEPT_STEP`] rows more, so that a
-    /// step of so many tokens has them for each of its queries, and so many tokens can be taken back.
+    /// Tokens up to a query's own that it reads in 16 bits. 0: none. For each sequence the cache holds [`KEPT_STEP`] rows more: a
+    /// step of up to that number of tokens has them for each of its queries, and that number of tokens can be taken back.
     #[cfg_attr(feature = "serde", serde(default))]
     pub keep_last: usize,
     /// Sequences at a time, in a paged cache that keeps tokens in 16 bits: such rows lie in slots. 0 in every other cache.
@@ -204,15 +205,15 @@ impl CacheDesc {
         let keeps = self.keep_first > 0 || self.keep_last > 0;
         let max = if keeps && is_paged { MAX_SEQUENCES } else { 0 };
         if self.keep_slots > max || (self.keep_slots == 0) != (max == 0) {
-            return Err(CacheError::KeepSlots { got: self.keep_slots, max });
+            return Err(KeepError::Slots { got: self.keep_slots, max }.into());
         }
         if self.keep_first > 0 && self.layout.is_ring() {
-            return Err(CacheError::KeepFirstOfRing);
+            return Err(KeepError::FirstOfRing.into());
         }
         let (k, v) = (self.k, self.v);
         let takes = |codec: Codec| codec.dtype().is_some() || codec.kept() != codec;
         if keeps && !(takes(k) && takes(v) && (k.dtype().is_none() || v.dtype().is_none())) {
-            return Err(CacheError::KeepCodecs { k, v });
+            return Err(KeepError::Codecs { k, v }.into());
         }
         // The slots of kept tokens are checked like any other cache.
         self.kept_descs().iter().flatten().try_for_each(Self::validate)

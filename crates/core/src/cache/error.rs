@@ -1,7 +1,7 @@
 //! Why a cache operation is refused, with the values that caused it.
 
-use super::desc::KEPT_STEP;
-use super::key_checks::KeyTransformError;
+use super::keep_error::KeepError;
+use super::key_error::KeyTransformError;
 use super::seq_id::SeqId;
 use crate::codec::{Codec, EncodeError};
 use crate::problem::KeyColumnsError;
@@ -35,37 +35,8 @@ pub enum CacheError {
     NotKeyColumns,
     /// Values are columns of the keys: there are no rows of their own to give.
     NoValueRows,
-    /// Tokens are kept in 16 bits beside codes that have no such rows, or beside elements.
-    KeepCodecs {
-        /// Codec of the keys.
-        k: Codec,
-        /// Codec of the values.
-        v: Codec,
-    },
-    /// `keep_first` is not 0 in a ring, which gives up its first tokens.
-    KeepFirstOfRing,
-    /// `keep_slots` is not the number of sequences of a paged cache that keeps tokens in 16 bits, or not 0 in another cache.
-    KeepSlots {
-        /// Its value.
-        got: usize,
-        /// The largest value.
-        max: usize,
-    },
-    /// A step adds more tokens than [`KEPT_STEP`](super::KEPT_STEP) to a sequence of a cache that keeps its last tokens, and asks for something
-    /// that is not computed piece by piece.
-    KeptStep {
-        /// The input, the output or the kind of visibility asked for.
-        what: &'static str,
-        /// Tokens of the sequence in this step.
-        tokens: usize,
-    },
-    /// The memory of the cache has no pages of tokens in 16 bits beside its codes.
-    KeepStore {
-        /// First tokens asked for.
-        keep_first: usize,
-        /// Last tokens asked for.
-        keep_last: usize,
-    },
+    /// Tokens cannot be kept in 16 bits as asked.
+    Keep(KeepError),
     /// The pools of the cache are too large to be addressed.
     SizeOverflow {
         /// Number of layers.
@@ -264,31 +235,7 @@ impl fmt::Display for CacheError {
             }
             Self::KeyColumns(error) => error.fmt(f),
             Self::NotKeyColumns => f.write_str("v is not the first columns of k, as the cache stores it"),
-            Self::KeepCodecs { k, v } => write!(
-                f,
-                "keep_first and keep_last need keys or values of int8 or tq2 to tq6, and elements or such codes beside \
-                 them: k is {k}, v is {v}"
-            ),
-            Self::KeepFirstOfRing => {
-                f.write_str("keep_first is for caches that keep their first tokens: a ring gives them up")
-            }
-            Self::KeepSlots { got, max: 0 } => write!(
-                f,
-                "keep_slots is {got}, expected 0: it is for paged caches with keep_first or keep_last"
-            ),
-            Self::KeepSlots { got, max } => write!(
-                f,
-                "keep_slots is {got}, expected 1 to {max}: sequences at a time, whose kept tokens lie in slots"
-            ),
-            Self::KeptStep { what, tokens } => write!(
-                f,
-                "{what} in a step of {tokens} tokens over a cache with keep_last, expected at most {KEPT_STEP} tokens: \
-                 longer steps are computed in pieces"
-            ),
-            Self::KeepStore { keep_first, keep_last } => write!(
-                f,
-                "keep_first is {keep_first} and keep_last {keep_last}, expected 0: this memory keeps no tokens beside codes"
-            ),
+            Self::Keep(error) => error.fmt(f),
             Self::NoValueRows => f.write_str("values are columns of the keys: v has no rows of its own"),
             Self::SizeOverflow { layers, pool } => {
                 write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
@@ -350,3 +297,15 @@ impl fmt::Display for CacheError {
 }
 
 impl std::error::Error for CacheError {}
+
+impl From<KeyTransformError> for CacheError {
+    fn from(error: KeyTransformError) -> Self {
+        Self::KeyTransform(error)
+    }
+}
+
+impl From<KeepError> for CacheError {
+    fn from(error: KeepError) -> Self {
+        Self::Keep(error)
+    }
+}

@@ -6,35 +6,14 @@
 //! snapshot that lacks them.
 
 use super::desc::CacheDesc;
-use super::kv::KvCache;
+use super::kept_tables::KeptTables;
+use super::kv::{Kept, KvCache};
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
 use crate::block_tables::BlockTables;
 use crate::problem::KeptTokens;
 use std::ops::Range;
-
-/// Which tokens of a batch are kept in 16 bits, and where they lie.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[allow(clippy::exhaustive_structs)]
-pub struct KeptTables {
-    /// The tokens, for [`ProblemDesc::kept`](crate::problem::ProblemDesc::kept).
-    pub tokens: KeptTokens,
-    /// Tables of the first tokens.
-    pub first: Option<BlockTables>,
-    /// Tables of the last tokens.
-    pub last: Option<BlockTables>,
-}
-
-/// The slots of the kept tokens of a cache.
-#[derive(Debug)]
-pub(super) struct Kept<S: PageStore> {
-    /// Tokens that the slot of the first ones holds.
-    keep_first: usize,
-    keep_last: usize,
-    pub(super) first: Option<Box<KvCache<S>>>,
-    pub(super) last: Option<Box<KvCache<S>>>,
-}
 
 impl<S: PageStore> Kept<S> {
     /// Empty slots for a cache with this description, in stores like the cache's own.

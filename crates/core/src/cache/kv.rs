@@ -2,8 +2,8 @@
 
 use super::desc::CacheDesc;
 use super::error::CacheError;
-use super::kept::{Kept, KeptTables};
-use super::key_checks::KeyTransformError;
+use super::kept_tables::KeptTables;
+use super::key_error::KeyTransformError;
 use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
@@ -35,6 +35,16 @@ pub struct KvCache<S: PageStore = HostStore> {
     /// Scratch memory, empty between operations.
     copies: Vec<PageCopy>,
     runs: Vec<RowRun>,
+}
+
+/// The slots of the kept tokens of a cache: [`kept`](super::kept) has their operations.
+#[derive(Debug)]
+pub(super) struct Kept<S: PageStore> {
+    /// Tokens that the slot of the first ones holds.
+    pub(super) keep_first: usize,
+    pub(super) keep_last: usize,
+    pub(super) first: Option<Box<KvCache<S>>>,
+    pub(super) last: Option<Box<KvCache<S>>>,
 }
 
 /// Memory use of a cache. Bookkeeping, a few bytes per page, is not counted.
@@ -555,7 +565,7 @@ impl<S: PageStore> KvCache<S> {
         self.begun(fork, kept)
     }
 
-    /// A sequence that the table has begun, or has not where its kept tokens could not be.
+    /// Ends a sequence that the table has begun, where the slots of its kept tokens could not be had.
     fn begun(&mut self, seq: SeqId, kept: Result<(), S::Error>) -> Result<SeqId, S::Error> {
         let Err(error) = kept else { return Ok(seq) };
         self.table.remove(seq)?;

@@ -2,6 +2,7 @@
 
 use super::desc::CacheDesc;
 use super::error::CacheError;
+use super::keep_error::KeepError;
 use super::table::{PageCopy, RowRun};
 use crate::codec::KeyTransform;
 
@@ -25,14 +26,15 @@ pub trait PageStore {
     /// Zeroed pages for another description, in the same memory: of the tokens that a cache keeps in 16 bits.
     ///
     /// # Errors
-    /// [`CacheError::KeepStore`] where the store has no such pages, as by default; otherwise as the store is made.
+    /// [`KeepError::Store`] where the store has no such pages, as by default; otherwise as the store is made.
     fn sibling(&self, desc: &CacheDesc) -> Result<Self, Self::Error>
     where
         Self: Sized,
     {
-        let CacheDesc { keep_first, keep_last, .. } = *self.desc();
+        // The pages would be for tokens that the store's own description keeps.
         let _ = desc;
-        Err(CacheError::KeepStore { keep_first, keep_last }.into())
+        let CacheDesc { keep_first, keep_last, .. } = *self.desc();
+        Err(CacheError::Keep(KeepError::Store { keep_first, keep_last }).into())
     }
 
     /// The description that the store was made for.

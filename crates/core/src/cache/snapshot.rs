@@ -2,7 +2,7 @@
 
 use super::desc::{CacheDesc, CacheLayout, CacheShape};
 use super::error::CacheError;
-use super::key_checks::KeyTransformError;
+use super::key_error::KeyTransformError;
 use super::table::reserve;
 use crate::codec::{Codec, KeyTransform};
 use crate::limits::MAX_LEN;
@@ -34,6 +34,28 @@ fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
     let (first, after) = rest.split_at_checked(count)?;
     *rest = after;
     Some(first)
+}
+
+/// The transforms of the layers, whose parts the flags name.
+fn read_transforms(
+    desc: &CacheDesc,
+    flags: &[u8],
+    rest: &mut &[u8],
+) -> Result<Vec<KeyTransform>, CacheError> {
+    let list_bytes = desc.kv_heads * desc.head_dim * size_of::<f32>();
+    let mut transforms: Vec<KeyTransform> = Vec::new();
+    reserve(&mut transforms, flags.len())?;
+    for flag in flags {
+        let mut list = |bit: u8| -> Option<Vec<f32>> {
+            let bytes = (flag & bit != 0).then(|| take(rest, list_bytes).unwrap_or_default())?;
+            Some(bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect())
+        };
+        let (mean, factors) = (list(HAS_MEAN), list(HAS_FACTORS));
+        mean.as_deref().map_or(Ok(()), |mean| desc.check_key_mean(mean))?;
+        factors.as_deref().map_or(Ok(()), |factors| desc.check_key_factors(factors))?;
+        transforms.push(KeyTransform::new(mean, factors));
+    }
+    Ok(transforms)
 }
 
 /// The snapshots of the tokens that were kept in 16 bits, from the last bytes of a snapshot of `got` bytes.
@@ -260,18 +282,7 @@ impl Snapshot {
         if rest.len() < after || !has_kept && rest.len() != after {
             return Err(length((got - rest.len()).saturating_add(after)));
         }
-        let mut transforms: Vec<KeyTransform> = Vec::new();
-        reserve(&mut transforms, layers)?;
-        for flag in flags {
-            let mut list = |bit: u8| -> Option<Vec<f32>> {
-                let bytes = (flag & bit != 0).then(|| take(&mut rest, list_bytes).unwrap_or_default())?;
-                Some(bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect())
-            };
-            let (mean, factors) = (list(HAS_MEAN), list(HAS_FACTORS));
-            mean.as_deref().map_or(Ok(()), |mean| desc.check_key_mean(mean))?;
-            factors.as_deref().map_or(Ok(()), |factors| desc.check_key_factors(factors))?;
-            transforms.push(KeyTransform::new(mean, factors));
-        }
+        let transforms = read_transforms(&desc, flags, &mut rest)?;
         let rows = take(&mut rest, row_bytes).unwrap_or_default();
         let mut bytes = Vec::new();
         reserve(&mut bytes, row_bytes)?;

@@ -1,5 +1,6 @@
 //! Why a description is refused, with the values that caused it.
 
+use super::kept_error::KeptError;
 use super::kv_storage::KeyColumnsError;
 use crate::codec::Codec;
 use crate::dtype::Dtype;
@@ -214,28 +215,8 @@ pub enum ProblemError {
         /// The bound.
         kv_len: usize,
     },
-    /// Kept tokens are given, but sequences are not cached.
-    KeptNotCached,
-    /// A list of kept tokens does not have an entry for each sequence.
-    KeptCount {
-        /// `first_lens` or `last_from`.
-        name: &'static str,
-        /// Entries given.
-        got: usize,
-        /// Number of sequences.
-        sequences: usize,
-    },
-    /// A number of kept tokens is above the length of its sequence.
-    KeptLen {
-        /// `first_lens` or `last_from`.
-        name: &'static str,
-        /// Sequence.
-        index: usize,
-        /// The number given.
-        got: usize,
-        /// Tokens of the sequence.
-        kv_len: usize,
-    },
+    /// Kept tokens do not fit the sequences.
+    Kept(KeptError),
     /// A sequence with a tree mask, whose columns are its last `q_len` keys, has fewer keys than queries.
     TreeLen {
         /// Sequence.
@@ -331,16 +312,7 @@ impl fmt::Display for ProblemError {
             Self::CachedLen { index, got, kv_len } => {
                 write!(f, "kv_lens[{index}] is {got}, expected at most kv_len {kv_len}")
             }
-            Self::KeptNotCached => f.write_str("kept tokens need cached sequences"),
-            Self::KeptCount { name, got, sequences } => {
-                write!(f, "kept.{name} has {got} entries, expected {sequences}, one for each sequence")
-            }
-            Self::KeptLen { name, index, got, kv_len } => {
-                write!(
-                    f,
-                    "kept.{name}[{index}] is {got}, expected at most {kv_len}, the length of the sequence"
-                )
-            }
+            Self::Kept(error) => error.fmt(f),
             Self::TreeLen { index, q_len, kv_len } => {
                 write!(f, "tree mask over sequence {index}: q_len {q_len} is above kv_len {kv_len}")
             }

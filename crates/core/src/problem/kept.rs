@@ -1,6 +1,6 @@
 //! Tokens of cached sequences that are kept in 16 bits beside their codes.
 
-use super::error::ProblemError;
+use super::kept_error::KeptError;
 use super::sequence::Sequence;
 use std::ops::Range;
 
@@ -58,21 +58,17 @@ impl KeyPart {
 }
 
 /// Checks the lists of kept tokens, and gives them to the sequences.
-pub(super) fn resolve(
-    kept: &KeptTokens,
-    sequences: &mut [Sequence],
-    cached: bool,
-) -> Result<(), ProblemError> {
+pub(super) fn resolve(kept: &KeptTokens, sequences: &mut [Sequence], cached: bool) -> Result<(), KeptError> {
     if !cached {
-        return Err(ProblemError::KeptNotCached);
+        return Err(KeptError::NotCached);
     }
     for (name, list) in [("first_lens", &kept.first_lens), ("last_from", &kept.last_from)] {
         if list.len() != sequences.len() {
-            return Err(ProblemError::KeptCount { name, got: list.len(), sequences: sequences.len() });
+            return Err(KeptError::Count { name, got: list.len(), sequences: sequences.len() });
         }
         let mut lens = list.iter().zip(&*sequences).enumerate();
         if let Some((index, (&got, s))) = lens.find(|(_, (got, s))| **got > s.kv_len) {
-            return Err(ProblemError::KeptLen { name, index, got, kv_len: s.kv_len });
+            return Err(KeptError::Len { name, index, got, kv_len: s.kv_len });
         }
     }
     for ((s, &first_len), &last_from) in sequences.iter_mut().zip(&kept.first_lens).zip(&kept.last_from) {

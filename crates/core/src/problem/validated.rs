@@ -85,7 +85,8 @@ impl Problem {
         let mut sequences = rules::resolve(&desc)?;
         rules::check_prefixes(&desc)?;
         if let Some(kept) = &desc.kept {
-            kept::resolve(kept, &mut sequences, matches!(desc.sequences, Sequences::Cached { .. }))?;
+            let cached = matches!(desc.sequences, Sequences::Cached { .. });
+            kept::resolve(kept, &mut sequences, cached).map_err(ProblemError::Kept)?;
         }
         Ok(Self { desc, scale, sequences, part: KeyPart::All })
     }
@@ -147,7 +148,7 @@ impl Problem {
         &self.sequences
     }
 
-    /// The keys that the problem is over: all, or those of one storage, by [`Problem::part`].
+    /// The keys that the problem is over: all, or the keys of one storage, by [`Problem::part`].
     #[must_use]
     pub const fn key_part(&self) -> KeyPart {
         self.part

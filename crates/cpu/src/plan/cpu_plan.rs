@@ -107,8 +107,7 @@ impl CpuPlan {
         let bound = if integers { INTEGER_TASK_ROWS } else { 768 };
         let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, bound);
         let parts = parts(problem);
-        let whole = std::slice::from_ref(problem);
-        let segments = Segments::of(if parts.is_empty() { whole } else { &parts });
+        let segments = Segments::of(if parts.is_empty() { std::slice::from_ref(problem) } else { &parts });
         let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
         let task_rows =
             if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };

@@ -116,7 +116,7 @@ impl Attend {
         [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)
     }
 
-    /// Partial results of all rows: one a row and split of the launch, and those of other launches.
+    /// Partial results of all rows: one a row and split, of this launch and of others.
     pub fn results(&self, splits: u32) -> u64 {
         self.rows().saturating_mul(u64::from(splits) + u64::from(self.other_splits))
     }

@@ -134,7 +134,7 @@ fn seen_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
     keys
 }
 
-/// Those of the keys that a row sees that lie in the storage of the launch.
+/// The keys that a row sees in the storage of the launch, of the keys that it sees in any.
 #[device]
 fn keys_of_part(tile: RowTile, row: u32, seen: VisibleKeys, params: &Attend) -> VisibleKeys {
     let mut keys = VisibleKeys { begin: seen.begin, end: seen.end };

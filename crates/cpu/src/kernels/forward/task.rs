@@ -260,7 +260,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     unsafe {
         let count = task.rows.count;
         let blocks = |part: usize| task.blocks.parts[part].start..task.blocks.parts[part].end;
-        // Rows without blocks are those of the first part.
+        // Rows without blocks are computed as rows of the first part.
         let parts = 0..cx.parts.len();
         let with_blocks = |part: &usize| !blocks(*part).is_empty();
         let first = parts.clone().find(with_blocks).unwrap_or(0);
