@@ -54,7 +54,7 @@ impl Cuda {
         desc: CacheDesc,
         stream: &Arc<CudaStream>,
     ) -> Result<CudaKvCache, StoreError<DeviceError>> {
-        Ok(KvCache::with_store(CudaStore::new(self.gpu().on(stream), &desc)?)?)
+        KvCache::with_store(CudaStore::new(self.gpu().on(stream), &desc)?)
     }
 
     /// An empty cache of layers that differ, described as [`HybridCache::new`] takes them. Its operations follow each other on the stream.

@@ -127,7 +127,7 @@ impl Metal {
     /// [`StoreError::Cache`] where the description is refused, [`StoreError::Unsupported`] where no kernel stores such rows,
     /// [`StoreError::Launch`] where the device lacks the memory.
     pub fn kv_cache(&self, desc: CacheDesc) -> Result<MetalKvCache, StoreError<Error>> {
-        Ok(KvCache::with_store(MetalStore::new(self.gpu.clone(), &desc)?)?)
+        KvCache::with_store(MetalStore::new(self.gpu.clone(), &desc)?)
     }
 
     /// An empty cache of layers that differ, described as [`HybridCache::new`] takes them, on the device's queue.

@@ -107,7 +107,10 @@ impl Attend {
     /// Elements of the factors of all key/value heads, for `len` of a head.
     #[must_use]
     pub const fn k_factors(&self, len: usize) -> usize {
-        let heads = if self.group == 0 { 0 } else { self.q_heads / self.group } as usize;
+        let heads = match self.q_heads.checked_div(self.group) {
+            Some(heads) => heads as usize,
+            None => 0,
+        };
         (self.k_factor_stride as usize).saturating_mul(heads.saturating_sub(1)).saturating_add(len)
     }
 
