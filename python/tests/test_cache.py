@@ -311,7 +311,7 @@ def test_what_they_are(rng):
         "<KvCache ring, 2 slots of 8 tokens; 2 layers, 2 heads of 32; k bf16, v bf16 | paged, 16 pages of 4 tokens; 2 layers, 2 heads of 32; k int8, v tq4; 0 sequences, "
     )
     ring = KvCache(**SHAPE, layout="ring", slots=2, capacity=12)
-    assert repr(ring).startswith("<KvCache ring, 2 slots of 12 tokens; 2 layers, 2 heads of 32; k int8, v tq5; 0 sequences, 0 tokens, ")
+    assert repr(ring).startswith("<KvCache ring, 2 slots of 12 tokens; 2 layers, 2 heads of 32; k int8, v tq4; 0 sequences, 0 tokens, ")
 
 
 def test_remedies(rng):
