@@ -50,6 +50,10 @@ pub trait StepStore: PageStore<Error: Into<Error>> {
     #[doc(hidden)]
     fn rows_of_outputs<'a>(of: &'a mut Self::Outputs<'_>, rows: Range<usize>) -> Result<Self::Outputs<'a>>;
 
+    /// The shape of the output.
+    #[doc(hidden)]
+    fn out_shape(of: &Self::Outputs<'_>) -> [usize; 4];
+
     /// Names an option or an output that steps of more than [`KEPT_STEP`] tokens over kept tokens do not take.
     #[doc(hidden)]
     fn not_in_windows(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str>;
@@ -124,6 +128,10 @@ impl StepStore for HostStore {
 
     fn rows_of_outputs<'a>(of: &'a mut Outputs<'_>, rows: Range<usize>) -> Result<Outputs<'a>> {
         Ok(Outputs::new(of.out.rows_mut(rows)?))
+    }
+
+    fn out_shape(of: &Outputs<'_>) -> [usize; 4] {
+        of.out.shape()
     }
 
     fn not_in_windows(options: &Attention<'_>, outputs: &Outputs<'_>) -> Option<&'static str> {
@@ -388,7 +396,9 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
     ///
     /// # Errors
     /// [`Error::Cache`](crate::Error::Cache) as [`KvCache::write`], and the errors of [`attention`](crate::attention), by when the rows of the
-    /// layer are stored.
+    /// layer are stored. Over a cache with `keep_last`, a step of more than [`KEPT_STEP`] tokens of a sequence is computed as many tokens at a
+    /// time, and refuses masks, slopes of each sequence, a logsumexp, an offset, and visibility of later keys, with
+    /// [`CacheError::Keep`], before it stores anything.
     pub fn attend(
         &mut self,
         layer: usize,
@@ -465,9 +475,24 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
         if let Some(what) = S::not_in_windows(options, outputs) {
             return Err(refused(what).into());
         }
+        let total = total_tokens(batch);
         let (cache, named) = (&mut groups.caches[at.group], groups.layers.unwrap_or_default());
         let name = |error| name_layer::<S>(error, named, at.group).into();
-        cache.desc().check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
+        cache.desc().check_rows(total, (S::shape(k), S::shape(v)))?;
+        for (tensor, got) in [("q", S::shape(q)), ("out", S::out_shape(outputs))] {
+            let expected = [got[0], got[1], total, got[3]];
+            if got != expected {
+                return Err(RunError::Shape { tensor, expected, got }.into());
+            }
+        }
+        let mut desc = ProblemDesc::over(cache.desc(), q_heads, dtype, &[]);
+        S::set(options, &mut desc);
+        if desc.visibility.right() != Some(0) {
+            return Err(refused("visibility of later keys").into());
+        }
+        if !matches!(desc.q_offset, None | Some(QOffset::BottomRight)) {
+            return Err(refused("a q_offset").into());
+        }
         let mut row = 0;
         for (index, &(seq, tokens)) in batch.iter().enumerate() {
             let start = self.lens[index].kv_len - tokens;
@@ -480,12 +505,6 @@ impl<'c, S: StepStore, R> Step<'c, S, R> {
                 let lens = [SeqLens { q_len, kv_len: end }];
                 let mut desc = describe(cache, (&tables, Some(&kept)), &lens, q_heads, dtype);
                 S::set(options, &mut desc);
-                if desc.visibility.right() != Some(0) {
-                    return Err(refused("visibility of later keys").into());
-                }
-                if !matches!(desc.q_offset, None | Some(QOffset::BottomRight)) {
-                    return Err(refused("a q_offset").into());
-                }
                 desc.q_offset = Some(QOffset::BottomRight);
                 let of =
                     StepLayer { cache, index: at.layer, desc: &desc, tables: &tables, kept: Some(&kept) };

@@ -159,7 +159,7 @@ class Batch:
         if self.window is not None:
             capacity = self._least_capacity(max(tokens))
             # A prompt that is longer than the slack takes a larger ring, for one step.
-            if capacity > self._capacity or self._capacity > self._least_capacity(0):
+            if capacity != self._capacity:
                 self._move(capacity, self._slots, self._pages)
             return
         if self._pages_needed(tokens) > self._free:

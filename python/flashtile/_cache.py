@@ -71,7 +71,7 @@ class Layers:
         k, v: codecs of keys and values: f32, f16, bf16, rot16, fp8, int8, tq6, tq5, tq4, tq3, tq2. int8 with tq4 cost a language model 0.2 % of its
             perplexity (docs/kv.md).
         keep_first: first tokens of each sequence that stay in 16 bits beside their codes, such as attention sinks; 0 in a ring.
-        keep_last: tokens up to a query's own that it reads in 16 bits. With 128 of them, 2 and 3 bits lose little. Each sequence takes the memory of 64 rows more;
+        keep_last: tokens up to a query's own that it reads in 16 bits: 128 take most of what 2 to 4 bits cost. Each sequence takes the memory of 64 rows more;
             a step of more than 64 tokens is computed 64 at a time, and takes no mask and no slopes of each sequence.
         keep_slots: sequences at a time whose tokens stay in 16 bits, of `"paged"` with `keep_first` or `keep_last`, which requires it.
 
@@ -99,7 +99,7 @@ class Layers:
     ):
         keeps = {"keep_first": integer("keep_first", keep_first), "keep_last": integer("keep_last", keep_last)}
         if layout == "paged" and any(keeps.values()) != (keep_slots is not None):
-            raise ValueError("keep_slots is the number of sequences of layout='paged' with keep_first or keep_last: give all, or none of them")
+            raise ValueError("layout='paged' takes keep_slots, the number of sequences at a time, with keep_first or keep_last, and only then")
         if layout != "paged" and keep_slots is not None:
             raise ValueError(f"keep_slots is of layout='paged', this one is {layout!r}, whose slots are as many")
         keeps["keep_slots"] = 0 if keep_slots is None else integer("keep_slots", keep_slots)

@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from ._batch import Batch
 from ._cache import Layers
+from ._options import integer
 from ._stored_keys import NewTokens
 from ._visible import Visible
 
@@ -35,8 +36,8 @@ class FlashtileCache(Cache):
         k, v: codecs of keys and values, as for `flashtile.Layers`.
         center, equalize: key means and factors of key channels, as for `flashtile.KvCache`.
         reserve: tokens of each sequence for which there is memory from the first call on, so that nothing is copied up to there.
-        options: further ones of `flashtile.Layers`: with `keep_first=4, keep_last=128`, 3 bits lose about as little as 4 without. Layers with a sliding
-            window keep no first tokens.
+        options: further ones of `flashtile.Layers`: `keep_first=4, keep_last=128` takes most of what 2 to 4 bits cost. Layers with a sliding window keep
+            no first tokens. With `keep_last`, a call of more than 64 tokens takes no other masks than causal ones, with padding and windows.
 
     The cache is where the tensors of the model are: in main memory, or on an NVIDIA GPU, whose current stream it follows. All layers are on one
     device. Of a GPU, `check_stored` says whether all rows were stored.
@@ -50,14 +51,16 @@ class FlashtileCache(Cache):
     """
 
     def __init__(self, config, *, k="int8", v="tq4", center=None, equalize=None, reserve=0, **options):
-        options = {"k": k, "v": v, **options}
+        options, reserve = {"k": k, "v": v, **options}, integer("reserve", reserve)
+        if "keep_slots" in options:
+            raise TypeError("keep_slots is of flashtile.Layers: a FlashtileCache has as many slots as sequences")
         # Wrong options are errors here, not where the model first calls.
         keeps = options.get("keep_first") or options.get("keep_last")
         Layers(1, 1, 1, layout="paged", pages=1, page_size=1, keep_slots=1 if keeps else None, **options)
         self._options, self._reserve = options, reserve
         windows = _windows(config)
         kinds = list(dict.fromkeys(windows))
-        of_layers = {"center": center, "equalize": equalize}
+        of_layers = {name: None if of is False else of for name, of in (("center", center), ("equalize", equalize))}
         for name, of in of_layers.items():
             if of is not None and len(of) != len(windows):
                 raise ValueError(f"{name} has {len(of)} entries, expected one for each of {len(windows)} layers")
@@ -144,6 +147,8 @@ class FlashtileCache(Cache):
         try:
             out = forward.attend(tokens, query, (mask, causal), options)
             forward.attended.add(tokens.layer)
+            # The rows are stored: a prompt does not hold the keys of all layers.
+            tokens.k = tokens.v = None
             if len(forward.attended) == len(self.layers):
                 self._finish()
             return out
@@ -249,7 +254,7 @@ class _Forward:
         # New tokens by layer, layers that have attended, and the step of each kind of layers.
         self.given, self.attended, self.steps = {}, set(), [None] * len(cache._batches)
         self.real = self.tokens = self.rows = None
-        # Masks by identity and window, with what became of them.
+        # Masks by identity, with what a layer without one sees, and window; and what became of them.
         self.masks = {}
 
     def attend(self, tokens, query, mask_causal, options):
@@ -273,10 +278,11 @@ class _Forward:
 
     def _options(self, mask, causal, window, device):
         """A mask, or what a layer without one sees, as options of a step."""
-        known = self.masks.get((id(mask), window))
+        kind = id(mask), mask is None and causal, window
+        known = self.masks.get(kind)
         if known is None:
             # The mask is kept, so that no other one has its identity.
-            known = self.masks[id(mask), window] = (mask, self._understood(mask, causal, window, device))
+            known = self.masks[kind] = (mask, self._understood(mask, causal, window, device))
         return known[1]
 
     def _understood(self, mask, causal, window, device):

@@ -159,6 +159,10 @@ where
         }))
     }
 
+    fn out_shape(of: &Self::Outputs<'_>) -> [usize; 4] {
+        of.out.shape
+    }
+
     fn not_in_windows(options: &Self::Options<'_>, outputs: &Self::Outputs<'_>) -> Option<&'static str> {
         let heads = outputs.out.shape[1];
         let each = options.alibi_slopes.is_some_and(|slopes| slopes.len() > heads);

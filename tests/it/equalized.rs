@@ -194,8 +194,9 @@ fn factors_are_given_and_then_fixed() {
         (desc.head_dim, desc.value_dim) = (256, 256);
         let refused = KvCache::new(desc).unwrap().set_key_factors(0, &[1.0; 512]).unwrap_err();
         assert_eq!(refused, KeyTransformError::FactorsOfCodec { codec }.into());
-        let expected =
-            format!("keys are stored as {codec}, expected one of int8, tq6, tq5, tq4, tq3, tq2 for factors");
+        let expected = format!(
+            "keys are stored as {codec}, expected one of rot16, int8, tq6, tq5, tq4, tq3, tq2 for factors"
+        );
         assert_eq!(refused.to_string(), expected);
     }
 }

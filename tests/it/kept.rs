@@ -2,12 +2,16 @@
 //! attention against the oracle however tokens came to be stored, and refusals.
 
 use flashtile::cache::{KEPT_STEP, Snapshot};
+use flashtile::gpu::{GpuArray, GpuStore};
 use flashtile::plan::Isa;
+use flashtile::simulator::{DECODE_TILE, Simulator, find, session};
+use flashtile::tensor::MaskView;
 use flashtile::{
-    Attention, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, KvCache, KvCacheExt as _, Outputs,
-    QOffset, Runner, SeqId, StepTensors, TensorView, TensorViewMut, reference,
+    Attention, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, HybridCache, KvCache,
+    KvCacheExt as _, Outputs, QOffset, Runner, SeqId, StepTensors, TensorView, TensorViewMut, reference,
 };
 use flashtile_testkit::Rng;
+use half::bf16;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -398,5 +402,229 @@ fn rows_read_the_last_tokens_before_them_however_they_were_stored() {
                 }
             }
         }
+    }
+}
+
+/// A cache of one layer with kept tokens.
+fn kept_desc(
+    layout: CacheLayout,
+    (k, v): (Codec, Codec),
+    (first, last, slots): (usize, usize, usize),
+) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, SHAPE, k).with_codecs(k, v).with_kept(first, last);
+    desc.keep_slots = slots;
+    desc
+}
+
+#[test]
+fn descriptions_that_keep_nothing_are_refused() {
+    let paged = CacheLayout::Paged { pages: 4, page_size: 16 };
+    let slots = CacheLayout::Contiguous { slots: 2, capacity: 64 };
+    let ring = CacheLayout::Ring { slots: 2, capacity: 64 };
+    let tq4 = (Codec::Tq4, Codec::Tq4);
+    for (layout, codecs, keep, why) in [
+        (paged, tq4, (4, 16, 0), "keep_slots is 0, expected 1 to"),
+        (paged, tq4, (0, 0, 2), "keep_slots is 2, expected 0"),
+        (slots, tq4, (4, 16, 2), "keep_slots is 2, expected 0"),
+        (ring, tq4, (4, 0, 0), "a ring gives them up"),
+        (slots, (Codec::F16, Codec::F16), (0, 16, 0), "need keys or values of int8"),
+        (slots, (Codec::Fp8, Codec::Tq4), (0, 16, 0), "k is fp8, v is tq4"),
+        (slots, (Codec::Int8, Codec::Rot16), (0, 16, 0), "v is rot16"),
+        (slots, tq4, (0, usize::MAX, 0), "keep_last 18446744073709551615 is outside"),
+    ] {
+        let got = KvCache::new(kept_desc(layout, codecs, keep)).unwrap_err().to_string();
+        assert!(got.contains(why), "{keep:?}: {got}");
+    }
+    // Elements beside codes are kept as they are.
+    assert!(KvCache::new(kept_desc(slots, (Codec::F16, Codec::Tq4), (4, 16, 0))).is_ok());
+}
+
+#[test]
+fn long_steps_refuse_what_is_not_computed_a_few_tokens_at_a_time() {
+    let slots = CacheLayout::Contiguous { slots: 1, capacity: 200 };
+    let mut cache = KvCache::new(kept_desc(slots, (Codec::Int8, Codec::Tq4), (0, 16, 0))).unwrap();
+    let (seq, n) = (cache.create().unwrap(), 70);
+    let tokens: Vec<u64> = (0..n as u64).collect();
+    let ([k, v], q) = (tensors(&tokens, SHAPE, 0), queries(&tokens));
+    let mut out = vec![f32::NAN; n * Q_HEADS * SHAPE.value_dim];
+    let mut lse = vec![0.0f32; n * Q_HEADS];
+    let view = |rows, heads, dim| TensorView::packed(rows, [n, heads, dim]).unwrap();
+    let (k, v) = (view(&k, SHAPE.kv_heads, SHAPE.head_dim), view(&v, SHAPE.kv_heads, SHAPE.value_dim));
+    let q = view(&q, Q_HEADS, SHAPE.head_dim);
+    let hides = [true];
+    let mask = MaskView::bool(&hides, [1; 4], [0; 4]).unwrap();
+    let mut refused = |options: &Attention<'_>, q: TensorView<'_>, with_lse: bool| {
+        let shape = [q.shape()[2], Q_HEADS, SHAPE.value_dim];
+        let view = TensorViewMut::packed(&mut out[..shape.iter().product()], shape).unwrap();
+        let mut outputs = Outputs::new(view);
+        outputs.lse = with_lse.then_some(&mut lse[..]);
+        let mut step = cache.step(&[(seq, n)]).unwrap();
+        step.attend_with(0, StepTensors { q, k, v }, options, &mut outputs).unwrap_err().to_string()
+    };
+    let causal = Attention::causal();
+    for (got, why) in [
+        (refused(&causal.mask(mask), q, false), "a mask in a step of 70 tokens over a cache with keep_last"),
+        (refused(&causal, q, true), "a logsumexp in a step of 70 tokens"),
+        (refused(&Attention::full(), q, false), "visibility of later keys"),
+        (refused(&causal.q_offset(QOffset::At(3)), q, false), "a q_offset"),
+        (
+            refused(&causal, q.rows(0..69).unwrap(), false),
+            "q has shape [1, 6, 69, 64], expected [1, 6, 70, 64]",
+        ),
+    ] {
+        assert!(got.contains(why), "{got}");
+    }
+    assert_eq!(
+        (cache.len(seq).unwrap(), cache.kept_tables(&[seq]).unwrap().unwrap().tokens.last_from),
+        (0, vec![0])
+    );
+}
+
+#[test]
+fn a_long_and_a_short_step_of_a_batch_are_those_of_single_sequences() {
+    let layout = CacheLayout::Paged { pages: 60, page_size: 16 };
+    let kept = kept_desc(layout, (Codec::Tq3, Codec::Tq4), (3, 20, 3));
+    let plain = CacheDesc::new(CacheLayout::Ring { slots: 3, capacity: 300 }, SHAPE, Codec::F16);
+    let mut cache = HybridCache::new(&[kept, plain, kept]).unwrap();
+    let seqs = [cache.create().unwrap(), cache.create().unwrap(), cache.create().unwrap()];
+    let before: Vec<u64> = (0..90).collect();
+    for seq in seqs {
+        let rows: Vec<_> = (0..3).map(|_| tensors(&before, SHAPE, 0)).collect();
+        let view = |rows, dim| TensorView::packed(rows, [before.len(), SHAPE.kv_heads, dim]).unwrap();
+        let rows: Vec<_> =
+            rows.iter().map(|[k, v]| (view(k, SHAPE.head_dim), view(v, SHAPE.value_dim))).collect();
+        cache.append(&[(seq, before.len())], &rows).unwrap();
+    }
+    let lens = [100, 0, 1];
+    let new: Vec<u64> = (1000..1101).collect();
+    let ([k, v], q) = (tensors(&new, SHAPE, 0), queries(&new));
+    let view = |rows, heads, dim| TensorView::packed(rows, [new.len(), heads, dim]).unwrap();
+    let (k, v) = (view(&k, SHAPE.kv_heads, SHAPE.head_dim), view(&v, SHAPE.kv_heads, SHAPE.value_dim));
+    let q = view(&q, Q_HEADS, SHAPE.head_dim);
+    let batch: Vec<_> = seqs.into_iter().zip(lens).collect();
+    let attend = |cache: &mut HybridCache, batch: &[(SeqId, usize)], rows: Range<usize>, finish: bool| {
+        let mut out = vec![f32::NAN; rows.len() * Q_HEADS * SHAPE.value_dim];
+        let mut step = cache.step(batch).unwrap();
+        for layer in 0..3 {
+            let [q, k, v] = [q, k, v].map(|x| x.rows(rows.clone()).unwrap());
+            let mut out = TensorViewMut::packed(&mut out, [rows.len(), Q_HEADS, SHAPE.value_dim]).unwrap();
+            step.attend(layer, q, k, v, &mut out).unwrap();
+        }
+        if finish {
+            step.finish().unwrap();
+        }
+        out
+    };
+    // A step that is dropped takes its tokens back: rows that the ring gave up for it are read as codes.
+    attend(&mut cache, &batch, 0..101, false);
+    assert_eq!(seqs.map(|seq| cache.len(seq).unwrap()), [90; 3]);
+    let kept_from =
+        |cache: &HybridCache, seq| cache.groups()[0].kept_tables(&[seq]).unwrap().unwrap().tokens.last_from;
+    assert_eq!(kept_from(&cache, seqs[0]), [90], "the ring held tokens 106 to 190");
+    assert_eq!(kept_from(&cache, seqs[2]), [90 + 1 - 84], "the ring held tokens 7 to 91");
+    let fork = cache.fork(seqs[0]).unwrap();
+    cache.remove(seqs[1]).unwrap();
+    let alone = attend(&mut cache, &[(fork, 100)], 0..100, true);
+    cache.remove(fork).unwrap();
+    let batch = [(seqs[0], 100), (seqs[2], 1)];
+    let together = attend(&mut cache, &batch, 0..101, true);
+    assert!(together[..alone.len()] == alone, "another sequence of the batch changes bits");
+    assert!(together.iter().all(|x| x.is_finite()));
+}
+
+#[test]
+fn changed_snapshots_are_refused_or_change_rows() {
+    let layout = CacheLayout::Contiguous { slots: 3, capacity: 120 };
+    let desc = kept_desc(layout, (Codec::Tq4, Codec::Int8), (4, 16, 0));
+    let mut cache = KvCache::new(desc).unwrap();
+    let seq = cache.create().unwrap();
+    append(&mut cache, &[(seq, &(0..100).collect::<Vec<_>>())]).unwrap();
+    let bytes = cache.snapshot(seq).unwrap().to_bytes();
+    for len in (0..bytes.len()).step_by(7) {
+        assert!(Snapshot::from_bytes(&bytes[..len]).is_err(), "{len} of {} bytes", bytes.len());
+    }
+    let mut longer = bytes.clone();
+    longer.push(0);
+    assert!(Snapshot::from_bytes(&longer).is_err());
+    let mut rng = Rng::new(3);
+    for _ in 0..3000 {
+        let mut changed = bytes.clone();
+        let at = rng.below(bytes.len());
+        changed[at] ^= 1 << rng.below(8);
+        if let Ok(snapshot) = Snapshot::from_bytes(&changed)
+            && let Ok(restored) = cache.restore(&snapshot)
+        {
+            let tables = cache.kept_tables(&[restored]).unwrap().unwrap();
+            assert!(
+                tables.tokens.first_lens[0] <= 4
+                    && tables.tokens.last_from[0] <= cache.len(restored).unwrap()
+            );
+            cache.truncate(restored, cache.first(restored).unwrap()).unwrap();
+            cache.remove(restored).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_without_kept_tokens_leaves_their_codes() {
+    let layout = CacheLayout::Contiguous { slots: 2, capacity: 120 };
+    let mut plain = KvCache::new(CacheDesc::new(layout, SHAPE, Codec::Tq4)).unwrap();
+    let mut cache = KvCache::new(kept_desc(layout, (Codec::Tq4, Codec::Tq4), (4, 16, 0))).unwrap();
+    let tokens: Vec<u64> = (0..100).collect();
+    let seq = plain.create().unwrap();
+    append(&mut plain, &[(seq, &tokens)]).unwrap();
+    let restored = cache.restore(&plain.snapshot(seq).unwrap()).unwrap();
+    let kept = |cache: &KvCache, seq| cache.kept_tables(&[seq]).unwrap().unwrap().tokens;
+    assert_eq!((kept(&cache, restored).first_lens, kept(&cache, restored).last_from), (vec![0], vec![100]));
+    // Slots are of one slot a sequence, and lent again.
+    cache.remove(restored).unwrap();
+    let seq = cache.create().unwrap();
+    append(&mut cache, &[(seq, &tokens)]).unwrap();
+    assert_eq!((kept(&cache, seq).first_lens, kept(&cache, seq).last_from), (vec![4], vec![20]));
+    assert!(plain.restore(&cache.snapshot(seq).unwrap()).is_ok(), "kept rows are left out");
+}
+
+#[test]
+fn the_simulator_reads_the_same_tokens() {
+    let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 128, value_dim: 128 };
+    let layout = CacheLayout::Contiguous { slots: 2, capacity: 160 };
+    let desc = CacheDesc::new(layout, shape, Codec::Tq4).with_kept(3, 9);
+    let tokens = 150;
+    let mut rng = Rng::new(8);
+    let mut row = |n: usize| (0..n * 128).map(|_| bf16::from_f32(rng.normal())).collect::<Vec<bf16>>();
+    let (q, k, v) = (row(tokens * 2), row(tokens), row(tokens));
+    let mut host = KvCache::new(desc).unwrap();
+    let store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
+    let (mut device, mut session, gpu) =
+        (KvCache::with_store(store).unwrap(), session(DECODE_TILE), Simulator::new());
+    let (on_host, on_device) = (host.create().unwrap(), device.create().unwrap());
+    let mut at = 0;
+    // A long step, single tokens, and a step whose first tokens are back after a truncation.
+    for (n, back) in [(70, 0), (1, 0), (2, 5), (75, 0)] {
+        at -= back;
+        host.truncate(on_host, at).unwrap();
+        device.truncate(on_device, at).unwrap();
+        let of = |rows: &[bf16], heads: usize| rows[at * heads * 128..][..n * heads * 128].to_vec();
+        let (q, k, v) = (of(&q, 2), of(&k, 1), of(&v, 1));
+        let view = |rows, heads| TensorView::packed(rows, [n, heads, 128]).unwrap();
+        let mut want = vec![bf16::ZERO; n * 2 * 128];
+        let mut step = host.step(&[(on_host, n)]).unwrap();
+        let mut out = TensorViewMut::packed(&mut want, [n, 2, 128]).unwrap();
+        step.attend(0, view(&q, 2), view(&k, 1), view(&v, 1), &mut out).unwrap();
+        step.finish().unwrap();
+
+        let mut got = vec![bf16::NAN; n * 2 * 128];
+        let [q, k, v] =
+            [view(&q, 2), view(&k, 1), view(&v, 1)].map(|view| GpuArray::upload(&gpu, &view).unwrap());
+        let mut out = GpuArray::upload(&gpu, &view(&got, 2)).unwrap();
+        let mut step = device.step(&[(on_device, n)]).unwrap().on(&mut session);
+        step.attend(0, q.view(), k.view(), v.view(), &mut out.view_mut()).unwrap();
+        step.finish().unwrap();
+        out.download(&gpu, &mut TensorViewMut::packed(&mut got, [n, 2, 128]).unwrap()).unwrap();
+        let squares = |of: &mut dyn Iterator<Item = f64>| of.map(|x| x * x).sum::<f64>();
+        let off = squares(&mut got.iter().zip(&want).map(|(got, want)| got.to_f64() - want.to_f64()));
+        let nrmse = (off / squares(&mut want.iter().map(|x| x.to_f64()))).sqrt();
+        assert!(nrmse < 8e-3, "{n} tokens at {at}: {nrmse:.2e}");
+        at += n;
     }
 }

@@ -373,7 +373,7 @@ fn launches_of_splits_are_compiled_once_for_any_outputs() {
     for (splits, differ) in [(1, vec![true]), (4, vec![false, true])] {
         let launches = Launches::new(&problem, tile.with_splits(splits)).unwrap();
         let placed = launches.place(&Strides::default(), false).unwrap();
-        let [with, without] = [true, false].map(|lse| launches.constants(&placed, lse));
+        let [with, without] = [true, false].map(|lse| launches.constants(&placed, &[], lse));
         let differing: Vec<bool> = with.iter().zip(&without).map(|(a, b)| a.1 != b.1).collect();
         assert_eq!(differing, differ, "{splits} splits");
     }

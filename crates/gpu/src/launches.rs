@@ -362,18 +362,28 @@ impl Launches {
     }
 
     /// The kernels, each with the values of its `#[constant]` parameters in launches, in order.
-    pub fn constants(&self, placed: &Placed, with_lse: bool) -> Vec<(&Instance, Vec<Constant>)> {
+    /// `kept` are the parameters of the launches over kept tokens.
+    pub fn constants(
+        &self,
+        placed: &Placed,
+        kept: &[Placed],
+        with_lse: bool,
+    ) -> Vec<(&Instance, Vec<Constant>)> {
         let has = self.features;
-        let mut first = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
-        first.extend([has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask].map(Constant::of));
-        first.push(Constant::of(placed.has_k_mean));
-        if let Attending::Prefill(_) = self.kernels.attend {
-            let (ends, is_split) = (self.kernels.merge.is_none(), self.kernels.merge.is_some());
-            first.extend([ends && has.has_sinks, ends && with_lse, is_split].map(Constant::of));
-        }
-        let kept = self.kept.iter().map(|launch| (launch.kernel.instance(), first.clone()));
+        let of = |placed: &Placed| {
+            let mut constants = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
+            constants
+                .extend([has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask].map(Constant::of));
+            constants.push(Constant::of(placed.has_k_mean));
+            if let Attending::Prefill(_) = self.kernels.attend {
+                let (ends, is_split) = (self.kernels.merge.is_none(), self.kernels.merge.is_some());
+                constants.extend([ends && has.has_sinks, ends && with_lse, is_split].map(Constant::of));
+            }
+            constants
+        };
+        let kept = self.kept.iter().zip(kept).map(|(launch, placed)| (launch.kernel.instance(), of(placed)));
         let mut all: Vec<_> = kept.collect();
-        all.insert(0, (self.kernels.attend.instance(), first));
+        all.insert(0, (self.kernels.attend.instance(), of(placed)));
         if let Some(merge) = &self.kernels.merge {
             all.push((merge, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()));
         }

@@ -11,8 +11,9 @@ use crate::kernels::attend::SEQUENCE_WORDS;
 use crate::launches::{Launches, Strides, sequences};
 use crate::shape::{Shape, kept_parts};
 use crate::tile::{PortableTile, Tiling};
+use flashtile_core::cache::KEPT_STEP;
 use flashtile_core::plan::{PlanOptions, Unsupported};
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{KeyPart, Problem};
 use flashtile_kernel::{Constant, Instance};
 
 /// Pages whose size is a multiple of this have faster kernels, which are loaded before the first run.
@@ -201,10 +202,21 @@ impl Plan {
     /// [`Unsupported`] where no kernel takes such strides.
     pub fn loads(&self, aligned: usize, page_size: usize) -> Result<Loads, Unsupported> {
         let pages = self.problem.is_cached().then_some([page_size, 1]);
-        let placed = self.launches.place(&Strides { aligned, pages, ..Strides::default() }, false)?;
+        let strides = |pages| Strides { aligned, pages, ..Strides::default() };
+        let placed = self.launches.place(&strides(pages), false)?;
+        // Slots of kept tokens are pages of as many tokens as a cache keeps.
+        let kept = self.launches.kept().iter().enumerate().map(|(index, launch)| {
+            let kept = self.problem.desc().kept.as_ref();
+            let tokens = kept.map_or(1, |kept| match launch.part {
+                KeyPart::First => kept.first_lens.iter().copied().max().unwrap_or(0).max(1),
+                KeyPart::All | KeyPart::Codes | KeyPart::Last => kept.last + KEPT_STEP,
+            });
+            self.launches.place_kept(index, &strides(Some([tokens, 1])), false)
+        });
+        let kept = kept.collect::<Result<Vec<_>, _>>()?;
         // The last kernel writes the logsumexp.
-        let without_lse = self.launches.constants(&placed, false).pop();
-        let all = self.launches.constants(&placed, true).into_iter().chain(without_lse);
+        let without_lse = self.launches.constants(&placed, &kept, false).pop();
+        let all = self.launches.constants(&placed, &kept, true).into_iter().chain(without_lse);
         Ok(all.map(|(instance, constants)| (instance.clone(), constants)).collect())
     }
 

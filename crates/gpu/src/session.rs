@@ -61,6 +61,29 @@ impl<M> PlanTables<M> {
     }
 }
 
+impl<M: DeviceMemory> PlanTables<M> {
+    /// Copies tables to the device where they are not the last ones, and gives them to the inputs: the tables of kept tokens, and the table
+    /// of all tokens where kernels read it.
+    fn write<'a, D: HostAccess<Memory = M>>(
+        &'a mut self,
+        device: &D,
+        inputs: &mut GpuInputs<'a, M>,
+        (tables, reads_table): (HostTables<'_>, bool),
+        captures: bool,
+    ) -> Result<(), SessionError<D::Error>> {
+        if reads_table {
+            inputs.tables = Some(self.all.write(device, tables.tables, inputs.k.shape[0], captures)?);
+        }
+        let pages = [&mut inputs.kept.first, &mut inputs.kept.last];
+        for ((pages, of), tables) in pages.into_iter().zip(&mut self.kept).zip(tables.kept) {
+            if let (Some(pages), Some(tables)) = (pages, tables) {
+                pages.tables = Some(of.write(device, tables, pages.k.shape[0], captures)?);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Tables in the memory of the host, for a run over pages.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
@@ -254,17 +277,9 @@ impl<E: Engine> Session<E> {
         self.run_selected(|device, engine, kept| {
             check_paged(kept.problem(), inputs, tables, outputs)?;
             kept.captured |= captures;
+            let reads_table = engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))?;
             let mut inputs = GpuInputs { tables: None, ..*inputs };
-            let PlanTables { all, kept: of_kept } = &mut kept.tables;
-            if engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))? {
-                inputs.tables = Some(all.write(device, tables.tables, inputs.k.shape[0], captures)?);
-            }
-            let pages = [&mut inputs.kept.first, &mut inputs.kept.last];
-            for ((pages, of), tables) in pages.into_iter().zip(of_kept).zip(tables.kept) {
-                if let (Some(pages), Some(tables)) = (pages, tables) {
-                    pages.tables = Some(of.write(device, tables, pages.k.shape[0], captures)?);
-                }
-            }
+            kept.tables.write(device, &mut inputs, (tables, reads_table), captures)?;
             engine.run(device, &mut kept.prepared, &inputs, outputs)
         })
     }
@@ -286,9 +301,8 @@ impl<E: Engine> Session<E> {
         let captures = self.captures()?;
         self.run_selected(|device, engine, kept| {
             check_paged(kept.problem(), inputs, tables, outputs)?;
-            if engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))? {
-                kept.tables.all.write(device, tables.tables, inputs.k.shape[0], captures)?;
-            }
+            let reads_table = engine.write_sequences(device, &mut kept.prepared, Some(tables.tables))?;
+            kept.tables.write(device, &mut { *inputs }, (tables, reads_table), captures)?;
             Ok(())
         })
     }
@@ -422,13 +436,25 @@ pub fn check<M: DeviceMemory, E>(
     page: Option<usize>,
     outputs: &GpuOutputs<'_, M>,
 ) -> Result<(), SessionError<E>> {
+    let of_kept = |part| inputs.part(part)?.tables.map(|tables| tables.page_size);
+    check_with(problem, inputs, page, [KeyPart::First, KeyPart::Last].map(of_kept), outputs)
+}
+
+/// [`check`] where the pages of kept tokens have these sizes, in tokens.
+fn check_with<M: DeviceMemory, E>(
+    problem: &Problem,
+    inputs: &GpuInputs<'_, M>,
+    page: Option<usize>,
+    kept_pages: [Option<usize>; 2],
+    outputs: &GpuOutputs<'_, M>,
+) -> Result<(), SessionError<E>> {
     let dtype = |tensor, element| {
         let expected = "f32, f16 or bf16";
         dtype_of(element).ok_or(SessionError::Element { tensor, expected, element })
     };
     let q = dtype("q", inputs.q.view.element())?;
     shapes(q, inputs, page).check(problem)?;
-    check_kept(problem, q, inputs)?;
+    check_kept(problem, q, inputs, kept_pages)?;
     for (tensor, list) in [("v.means", inputs.v.means), ("v.factors", inputs.v.factors)] {
         if let Some(list) = list {
             return Err(RunError::Length { tensor, expected: 0, got: list.len() }.into());
@@ -436,7 +462,7 @@ pub fn check<M: DeviceMemory, E>(
     }
     let out = (dtype("out", outputs.out.view.element())?, outputs.out.shape);
     inputs::check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))?;
-    check_elements(inputs, outputs)?;
+    check_elements(inputs, outputs.lse.as_ref().map(|lse| lse.element()))?;
     inputs.check(problem)?;
     Ok(outputs.out.check().map_err(|error| RunError::Memory { tensor: "out", error })?)
 }
@@ -462,13 +488,18 @@ fn check_kept<M: DeviceMemory, E>(
     problem: &Problem,
     q: Dtype,
     inputs: &GpuInputs<'_, M>,
+    page_sizes: [Option<usize>; 2],
 ) -> Result<(), SessionError<E>> {
     let needed = kept_parts(problem);
-    for (tensor, part) in [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)] {
+    let parts = [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)];
+    for ((tensor, part), page_size) in parts.into_iter().zip(page_sizes) {
         match (inputs.part(part), needed.contains(&part)) {
             (Some(pages), true) => {
                 let problem = problem.part(part);
-                shapes(q, &pages, Some(pages.k.shape[2])).check(&problem)?;
+                // Kept tokens are found through tables.
+                let page_size = page_size.ok_or(RunError::Missing { tensor: "tables of kept tokens" })?;
+                shapes(q, &pages, Some(page_size)).check(&problem)?;
+                check_elements(&pages, None)?;
                 pages.check(&problem)?;
             }
             (None, true) => return Err(RunError::Missing { tensor }.into()),
@@ -488,7 +519,11 @@ fn check_paged<M: DeviceMemory, E>(
     HostTables { tables, kept }: HostTables<'_>,
     outputs: &GpuOutputs<'_, M>,
 ) -> Result<(), SessionError<E>> {
-    check(problem, &GpuInputs { tables: None, ..*inputs }, Some(tables.page_size), outputs)?;
+    let of_device = |part| inputs.part(part)?.tables.map(|tables| tables.page_size);
+    let [first, last] = kept.map(|tables| tables.map(|tables| tables.page_size));
+    let kept_pages = [first.or(of_device(KeyPart::First)), last.or(of_device(KeyPart::Last))];
+    let inputs = &GpuInputs { tables: None, ..*inputs };
+    check_with(problem, inputs, Some(tables.page_size), kept_pages, outputs)?;
     check_tables(problem, tables, inputs.k.shape[0])?;
     for (part, tables) in [KeyPart::First, KeyPart::Last].into_iter().zip(kept) {
         if let (Some(pages), Some(tables)) = (inputs.part(part), tables) {
@@ -499,10 +534,7 @@ fn check_paged<M: DeviceMemory, E>(
 }
 
 /// Checks that lists, tables and bytes are of the types that kernels read.
-fn check_elements<M, E>(
-    inputs: &GpuInputs<'_, M>,
-    outputs: &GpuOutputs<'_, M>,
-) -> Result<(), SessionError<E>> {
+fn check_elements<M, E>(inputs: &GpuInputs<'_, M>, lse: Option<ScalarType>) -> Result<(), SessionError<E>> {
     let mask = |mask: GpuMask<'_, M>| mask.bytes.element();
     let all = [
         ("k", ScalarType::U8, Some(inputs.k.bytes.element())),
@@ -514,7 +546,7 @@ fn check_elements<M, E>(
         ("mask", ScalarType::U8, inputs.mask.map(mask)),
         ("alibi_slopes", ScalarType::F32, inputs.alibi_slopes.map(|list| list.element())),
         ("sinks", ScalarType::F32, inputs.sinks.map(|list| list.element())),
-        ("lse", ScalarType::F32, outputs.lse.as_ref().map(|lse| lse.element())),
+        ("lse", ScalarType::F32, lse),
     ];
     let wrong = all.into_iter().find_map(|(tensor, expected, element)| {
         let element = element.filter(|element| *element != expected)?;

@@ -215,6 +215,12 @@ impl CacheDesc {
         if keeps && !(takes(k) && takes(v) && (k.dtype().is_none() || v.dtype().is_none())) {
             return Err(KeepError::Codecs { k, v }.into());
         }
+        for (name, got) in [("keep_first", self.keep_first), ("keep_last", self.keep_last)] {
+            let max = MAX_LEN - KEPT_STEP;
+            if got > max {
+                return Err(CacheError::Dimension { name, got, max });
+            }
+        }
         // The slots of kept tokens are checked like any other cache.
         self.kept_descs().iter().flatten().try_for_each(Self::validate)
     }

@@ -90,8 +90,8 @@ impl KvCache {
     /// An empty cache in main memory. Its pools start on cache lines and are zero; untouched pages take address space only.
     ///
     /// # Errors
-    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::KeyColumns`], [`CacheError::SizeOverflow`] or
-    /// [`CacheError::Memory`].
+    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::KeyColumns`], [`CacheError::Keep`], [`CacheError::SizeOverflow`]
+    /// or [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
         Self::with_store(HostStore::new(&desc)?)

@@ -60,15 +60,6 @@ pub struct PageCopy {
     pub rows: Range<usize>,
 }
 
-/// The tokens of a sequence that a write stores.
-#[derive(Debug, Clone)]
-pub struct Tail {
-    /// Positions that are kept.
-    pub kept: Range<usize>,
-    /// Tokens of the write before those, which are not kept.
-    pub skipped: usize,
-}
-
 /// Counts of a memory report.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage {
@@ -438,24 +429,23 @@ impl SequenceTable {
         for &(seq, tokens) in batch {
             let index = self.enlist(seq)?;
             let tail = self.tail(seq, tokens)?;
-            copied += self.count_copies(index, tail.kept);
+            copied += self.count_copies(index, tail);
         }
         self.check_pages(0, copied, copies)?;
         for &(seq, tokens) in batch {
             let tail = self.tail(seq, tokens)?;
-            self.own(seq.index as usize, tail.kept, copies);
+            self.own(seq.index as usize, tail, copies);
         }
         Ok(())
     }
 
-    /// The tokens that a write to the last `tokens` tokens stores.
-    pub fn tail(&self, seq: SeqId, tokens: usize) -> Result<Tail, CacheError> {
+    /// The kept ones of the last `tokens` tokens.
+    fn tail(&self, seq: SeqId, tokens: usize) -> Result<Range<usize>, CacheError> {
         let &Entry { first, len, .. } = self.entry(seq)?;
         let Some(start) = len.checked_sub(tokens) else {
             return Err(CacheError::Tokens { seq, got: tokens, len });
         };
-        let kept = start.max(first)..len;
-        Ok(Tail { skipped: kept.start - start, kept })
+        Ok(start.max(first)..len)
     }
 
     /// Checks that a batch can have its pages and copies.
@@ -541,7 +531,11 @@ impl SequenceTable {
         let entry = self.entry(seq)?;
         let end = tokens.end.min(entry.len);
         let start = match self.layout {
-            CacheLayout::Ring { capacity, .. } => tokens.start.max(end.saturating_sub(capacity)),
+            // Tokens before the last ones are of a step whose later tokens are not stored yet: the ring still has room for them.
+            CacheLayout::Ring { capacity, .. } if end < entry.len => {
+                tokens.start.max(end.saturating_sub(capacity))
+            }
+            CacheLayout::Ring { .. } => tokens.start.max(entry.first),
             CacheLayout::Contiguous { .. } | CacheLayout::Paged { .. } => tokens.start.max(entry.first),
         };
         Ok(start..end.max(start))

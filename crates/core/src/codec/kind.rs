@@ -18,7 +18,7 @@ pub enum Codec {
     Fp8,
     /// Rotated, elements as f16, rounded to nearest even, without a scale: `2 * dim` bytes. The form in which a cache of codes
     /// keeps its first and last tokens in 16 bits: in the domain of [`Codec::Int8`] and `tq`, rotated and without the mean of keys,
-    /// so that a query is rotated once for all keys, and an output rotated back once.
+    /// so that outputs over both add up and are rotated back once.
     Rot16,
     /// Rotated, 8-bit integers and a scale: `dim + 2` bytes.
     Int8,

@@ -53,8 +53,6 @@ pub enum Unsupported {
         /// Codec of the keys, whose first columns are the values.
         codec: Codec,
     },
-    /// The kernels of the backend read all tokens as codes: none are kept in 16 bits.
-    KeptTokens,
     /// No kernel has this tile.
     Tile {
         /// The reason.
@@ -116,9 +114,6 @@ pub enum Unsupported {
 impl std::fmt::Display for Unsupported {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::KeptTokens => {
-                f.write_str("no kernel reads tokens that are kept in 16 bits beside their codes")
-            }
             Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
             Self::Tasks { got, max } => write!(f, "{got} tasks, expected at most {max}"),
             Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),

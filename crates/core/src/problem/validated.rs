@@ -199,8 +199,8 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
-    /// Returns true if two problems differ only in their numbers of keys (`kv_lens`, and shared prefixes), as two decoding steps of the same
-    /// sequences do. Cost: `O(sequences)`.
+    /// Returns true if two problems differ only in their numbers of keys (`kv_lens`, shared prefixes, and which tokens are kept in 16 bits), as
+    /// two decoding steps of the same sequences do. Cost: `O(sequences)`.
     #[must_use]
     pub fn is_step_of(&self, other: &Self) -> bool {
         (self.scale(), self.part) == (other.scale(), other.part)

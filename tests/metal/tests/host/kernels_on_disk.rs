@@ -93,7 +93,7 @@ fn in_a_process_of_its_own() {
         let mut session = metal.session();
         let plan = session.plan(&desc).unwrap().launches().clone();
         let placed = plan.place(&flashtile_gpu::launches::Strides::default(), false).unwrap();
-        let (instance, constants) = plan.constants(&placed, true).swap_remove(0);
+        let (instance, constants) = plan.constants(&placed, &[], true).swap_remove(0);
         let (_, kept) = metal.gpu().prewarm(instance, &constants).unwrap();
         assert!(matches!(kept, Err(flashtile_metal::DeviceError::KernelFolder { .. })), "{kept:?}");
     }
