@@ -78,11 +78,13 @@ mod tests {
     }
 
     /// Options whose values are not names of a closed set: numbers, lists of numbers, files, names in a file.
-    const OPEN: [&str; 33] = [
+    const OPEN: [&str; 35] = [
         "batch",
         "cached",
         "chunk",
         "device-file",
+        "equalize",
+        "equalize-keys",
         "filter",
         "head-dim",
         "heads",

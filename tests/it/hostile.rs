@@ -177,7 +177,7 @@ fn headers_that_say_something_else_are_refused() {
         assert_eq!(Snapshot::from_bytes(&changed).unwrap_err().to_string(), why);
     };
     refuse(0, b"safetens", "snapshot has another magic than this version reads");
-    refuse(8, &2u32.to_ne_bytes(), "snapshot has another version than this version reads");
+    refuse(8, &3u32.to_ne_bytes(), "snapshot has another version than this version reads");
     refuse(
         12,
         &0x0102_0304u32.swap_bytes().to_ne_bytes(),

@@ -483,8 +483,8 @@ fn long_steps_refuse_what_is_not_computed_a_few_tokens_at_a_time() {
 #[test]
 fn a_long_and_a_short_step_of_a_batch_are_those_of_single_sequences() {
     let layout = CacheLayout::Paged { pages: 60, page_size: 16 };
-    let kept = kept_desc(layout, (Codec::Tq3, Codec::Tq4), (3, 20, 3));
-    let plain = CacheDesc::new(CacheLayout::Ring { slots: 3, capacity: 300 }, SHAPE, Codec::F16);
+    let kept = kept_desc(layout, (Codec::Tq3, Codec::Tq4), (3, 20, 4));
+    let plain = CacheDesc::new(CacheLayout::Ring { slots: 4, capacity: 300 }, SHAPE, Codec::F16);
     let mut cache = HybridCache::new(&[kept, plain, kept]).unwrap();
     let seqs = [cache.create().unwrap(), cache.create().unwrap(), cache.create().unwrap()];
     let before: Vec<u64> = (0..90).collect();

@@ -260,7 +260,7 @@ fn prefill_is_launched_by_the_manifest() {
     };
     let [q, k, v] = [(); 3].map(|()| (0..heads * len * dim).map(|_| random()).collect::<Vec<f32>>());
     let bytes = |of: &[f32]| of.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-    let sequence = [0, 0, len as i32, 0, 0, len as i32, 0, 0].map(i32::to_le_bytes).concat();
+    let sequence = [0, 0, len as i32, 0, 0, len as i32, 0, 0, 0].map(i32::to_le_bytes).concat();
     let mut memory: Vec<Vec<u8>> = rows(instance, "bindings")
         .iter()
         .map(|binding| match text(binding, "name") {

@@ -517,7 +517,7 @@ fn caches_are_refused() {
         status
     };
     refused(new(|d| d.layout = 3), Invalid, "layout is 3, expected 0 to 2");
-    refused(new(|d| d.k_codec = 10), Invalid, "k_codec is 10, expected 0 to 9");
+    refused(new(|d| d.k_codec = 11), Invalid, "k_codec is 11, expected 0 to 10");
     refused(new(|d| d.v_codec = 99), Invalid, "v_codec is 99");
     refused(new(|d| d.head_dim = 0), Invalid, "head_dim");
     refused(new(|d| d.pages = usize::MAX), Invalid, "pages");

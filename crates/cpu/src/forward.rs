@@ -9,7 +9,7 @@ use crate::kernels::shared::mask;
 use crate::kernels::shared::mat::{MatMut, RowMaxSum};
 use crate::kernels::shared::score_task::RunInputs;
 use crate::kernels::shared::threads::{Scratch, for_each};
-use crate::plan::CpuPlan;
+use crate::plan::{CpuPlan, MAX_PARTS};
 use crate::workspace::Workspace;
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
@@ -40,22 +40,23 @@ pub(crate) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     // The machine has the plan's instruction set, except in tests, which emulate it.
     let token = IsaToken::at_most(plan.isa());
     token.count();
-    // A part without pages has no keys to read.
-    let inputs: Vec<Inputs<'_>> =
-        plan.parts().iter().map(|part| inputs.part(part.key_part()).unwrap_or(*inputs)).collect();
-    let parts = plan.parts().iter().zip(&inputs).map(|(problem, inputs)| Part {
-        kernels: isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v)),
+    // In arrays, so that a run allocates nothing. A part without pages has no keys to read; those after the last are not read.
+    let part_of = |n: usize| plan.parts().get(n).unwrap_or(&plan.parts()[0]);
+    let inputs: [Inputs<'_>; MAX_PARTS] =
+        std::array::from_fn(|n| inputs.part(part_of(n).key_part()).unwrap_or(*inputs));
+    let parts: [Part<'_>; MAX_PARTS] = std::array::from_fn(|n| Part {
+        kernels: isa::kernels(plan.isa(), storage(&inputs[n].k), storage(&inputs[n].v)),
         run: RunInputs {
-            problem,
+            problem: part_of(n),
             skip_tiles: plan.options().skip_tiles,
             block_k: plan.block_k(),
             token,
-            inputs,
-            scoring: Scoring::new(problem, inputs),
+            inputs: &inputs[n],
+            scoring: Scoring::new(part_of(n), &inputs[n]),
             mask,
         },
     });
-    let cx = Context { plan, parts: parts.collect(), out: &outputs.out, lse, partials };
+    let cx = Context { plan, parts: &parts[..plan.parts().len()], out: &outputs.out, lse, partials };
 
     // SAFETY: the machine has the instruction set.
     let enter = || unsafe { (cx.parts[0].kernels.configure)() };

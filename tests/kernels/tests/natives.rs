@@ -15,6 +15,8 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
             odd(),
             splits(),
             pages(),
+            kept(),
+            equalized(),
             tiles(),
             planned(),
             merges(),
@@ -251,6 +253,34 @@ fn pages() -> Vec<Instance> {
         f32 f16 f16 13 13 64 192;
         f16 f16 f16 3 3 64 192;
         bf16 f16 f16 5 5 64 192;
+    }
+}
+
+/// Tokens that are kept in 16 bits beside codes.
+fn kept() -> Vec<Instance> {
+    decodes! { [1 1 2]
+        bf16 f32 f16 0 13 128 64;
+        bf16 f16 bf16 13 2 128 64;
+        f32 f32 f16 1 13 128 64;
+        f16 f16 f16 13 13 128 64;
+        f16 f16 f16 13 13 80 80;
+        f16 f16 f16 13 13 128 128;
+        bf16 f16 f16 13 13 64 64;
+        bf16 f16 f16 13 13 96 96;
+        bf16 f16 f16 13 13 112 112;
+        bf16 f16 f16 13 13 128 128;
+    }
+}
+
+/// Codes whose keys have factors.
+fn equalized() -> Vec<Instance> {
+    decodes! { [1 1 2]
+        f32 f16 f16 3 3 128 128;
+        f16 f16 f16 9 9 64 64;
+        bf16 f16 f16 8 8 96 96;
+        f32 f16 f16 7 7 128 128;
+        f16 f16 f16 6 6 80 80;
+        bf16 f16 f16 5 5 112 112;
     }
 }
 
@@ -568,6 +598,7 @@ fn merges() -> Vec<Instance> {
         f16 24 12;
         bf16 33 1;
         f32 112 1;
+        bf16 112 1;
         f16 40 0;
         bf16 1 1;
         f32 33 1;

@@ -20,5 +20,5 @@ pub use cpu_plan::{CpuPlan, isa_for};
 pub(crate) use cpu_plan::{MaskTileShape, register_tile};
 pub use facts::CpuFacts;
 pub use schedule::PlannedPrefix;
-pub(crate) use schedule::{Reduction, Rows, Target, Task, sequence_of, spans};
+pub(crate) use schedule::{MAX_PARTS, Reduction, Rows, Target, Task, sequence_of, spans};
 pub(crate) use sizes::{BLOCK_K, INTEGER_DIM_STEP, STREAM_ROWS};

@@ -20,7 +20,7 @@ use std::ops::Range;
 pub(crate) struct Context<'a> {
     pub(crate) plan: &'a CpuPlan,
     /// The storages that keys lie in, in the order of [`KeyBlocks`](crate::plan::KeyBlocks).
-    pub(crate) parts: Vec<Part<'a>>,
+    pub(crate) parts: &'a [Part<'a>],
     pub(crate) out: &'a TensorViewMut<'a>,
     /// `[batch, q_heads, q_len]`, or null.
     pub(crate) lse: *mut f32,
