@@ -33,7 +33,8 @@ impl Stored {
         }
         let equalized = storage.equalize;
         if equalized.is_some() && !k.supports_key_factors() {
-            let what = format_args!("keys are stored as {k}, expected a --k-codec of int8 or tq6 to tq2");
+            let what =
+                format_args!("keys are stored as {k}, expected a --k-codec of int8, tq6 to tq2 or rot16");
             return Err(Failure::at("--equalize-keys", what));
         }
         Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center, equalized }))

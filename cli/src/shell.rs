@@ -78,7 +78,7 @@ mod tests {
     }
 
     /// Options whose values are not names of a closed set: numbers, lists of numbers, files, names in a file.
-    const OPEN: [&str; 35] = [
+    const OPEN: [&str; 37] = [
         "batch",
         "cached",
         "chunk",
@@ -89,6 +89,8 @@ mod tests {
         "head-dim",
         "heads",
         "json-lines",
+        "keep-first",
+        "keep-last",
         "kv-heads",
         "kv-len",
         "kv-lens",

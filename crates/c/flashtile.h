@@ -409,7 +409,7 @@ enum FlashtileStatus flashtile_cache_set_key_mean(struct FlashtileCache *cache,
                                                   struct FlashtileFloats mean);
 
 // Sets the factors `[kv_heads, head_dim]` that the keys of a layer are divided by, after their mean is subtracted. They are constants of the
-// model, of magnitudes from 2^-32 to 2^32, and refused once the layer has rows or where keys are neither int8 nor tq6 to tq2. Attention
+// model, of magnitudes from 2^-32 to 2^32, and refused once the layer has rows or where keys are neither int8, tq6 to tq2 nor rot16. Attention
 // is exact with any factors.
 //
 // # Safety

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence as List
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
+import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from ._flashtile import Sequence as Sequence
@@ -160,7 +161,11 @@ def kv_report(
     layout: Layout = "bhsd",
     codecs: List[str] | None = None,
     rows: int = 64,
+    equalize: float | None = None,
+    keep_first: int = 0,
+    keep_last: int = 0,
 ) -> dict[str, Any]: ...
+def key_factors(k: ArrayLike, mean: ArrayLike, power: float = 0.5) -> NDArray[numpy.float32]: ...
 
 class Layers:
     """A number of layers of a `KvCache` that follow each other and are alike."""

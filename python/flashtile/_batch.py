@@ -124,8 +124,7 @@ class Batch:
             if of != self._of:
                 raise ValueError(f"a layer has {_described(of)}, and the cache {_described(self._of)}, of its first layer of this kind")
             return
-        # Slots of another batch may be too few.
-        if of != self._of or self._has_slots:
+        if of != self._of or (self._has_slots and len(tokens) > self._slots):
             self._of, self._cache = of, None
         if self._cache is None:
             longest = max(tokens)

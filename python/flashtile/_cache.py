@@ -159,7 +159,7 @@ class KvCache:
             from keys before they are quantized, which leaves softmax as it is: for keys with a large constant part. It is a constant of the
             model: for each layer `k.mean(axis=0)` over the tokens of a representative prompt. None or False: keys are stored as they are.
         equalize: arrays as for `center`, that keys are divided by after `center` is subtracted; queries are multiplied by them, which leaves
-            softmax as it is. For keys in int8 or tq6 to tq2 whose channels differ in magnitude. Factors are constants of the model:
+            softmax as it is. For keys in int8, tq6 to tq2 or rot16 whose channels differ in magnitude. Factors are constants of the model:
             `flashtile.key_factors(k, k.mean(axis=0))` for each layer. None or False: keys are not divided.
         device: where the rows are, and the tensors of steps: None or `"cpu"`, or an NVIDIA GPU, as PyTorch names it: `"cuda"`, the current one,
             `"cuda:1"`, or a `torch.device`.

@@ -30,7 +30,7 @@ def _pairs(tensors):
     return found
 
 
-def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=None, softcap=None, layout="bhsd", codecs=None, rows=64, equalize=None):
+def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=None, softcap=None, layout="bhsd", codecs=None, rows=64, equalize=None, keep_first=0, keep_last=0):
     """Compares attention over keys and values that each codec of a KV cache has stored with attention over the originals.
 
     Args:
@@ -39,6 +39,8 @@ def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=No
         codecs: names of codecs; None is all that store any dimension but f32.
         equalize: also measures keys in int8 and tq6 to tq2 that are centered and divided by factors, as `key_factors` gives them with this
             power, a number from 0 to 2 such as 0.5, for the first 256 keys.
+        keep_first: keys below this position, and their values, count as exact: a cache keeps them in 16 bits.
+        keep_last: the number of last keys, of the ones that a query sees, that count as exact as well.
         rows: queries that are measured of each query head and batch entry, evenly spaced.
 
     The other options are as for `flashtile.attention`. They have to be as in the model: a query that sees future keys has other
@@ -51,17 +53,22 @@ def kv_report(tensors, *, causal=False, window=(-1, -1), q_offset=None, scale=No
         averaged over queries, `nrmse` a root mean square error over the root mean square. Where a codec cannot store a row there is
         `refused`, the reason, instead of errors. What needs queries is None without them.
 
+    `bits` counts codes alone.
+
     The command `flashtile kv` prints the same as tables and recommends a pair of codecs.
     """
     options = Options(causal=causal, window=window, q_offset=q_offset, scale=scale, softcap=softcap, layout=layout)
     if equalize is not None and not 0 <= equalize <= 2:
         raise ValueError(f"equalize is {equalize}, expected a power from 0 to 2, or None")
+    for name, count in (("keep_first", keep_first), ("keep_last", keep_last)):
+        if count < 0:
+            raise ValueError(f"{name} is {count}, expected at least 0")
     chosen = list(_CODECS if codecs is None else codecs)
     pairs = []
     for name, of in _pairs(tensors).items():
         # A report is numbers, which no gradient reaches.
         sides = [lent(side, x.detach() if is_torch(x) else x) for side, x in ((side, of.get(side)) for side in "kvq")]
-        report = json.loads(_flashtile.kv_pair(sides, options, chosen, rows, equalize))
+        report = json.loads(_flashtile.kv_pair(sides, options, chosen, rows, equalize, [keep_first, keep_last]))
         pairs.append({"name": name, **report})
     return {"pairs": pairs}
 

@@ -50,8 +50,10 @@ class Visible:
         if first > 0 and not beyond and (real is None or real[:, :first].any()):
             return False
         # Padding between tokens counts in a window of transformers; the cache counts tokens alone.
-        if window is not None and real is not None and (real[:, 1:] < real[:, :-1]).any():
-            return False
+        if window is not None and real is not None:
+            before, after = real.cummax(1).values, real.flip(1).cummax(1).values.flip(1)
+            if (before & after & ~real).any():
+                return False
         query = torch.arange(past, past + self.new)[:, None]
         key = torch.arange(first, past + self.new)
         causal = key <= query

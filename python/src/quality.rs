@@ -24,6 +24,7 @@ pub(crate) fn kv_pair(
     codecs: Vec<String>,
     rows: usize,
     equalize: Option<f32>,
+    keep: [usize; 2],
 ) -> PyResult<String> {
     process::compute()?;
     let py = options.py();
@@ -39,7 +40,7 @@ pub(crate) fn kv_pair(
     let values: Vec<Codec> = codecs.iter().map(codec).collect::<PyResult<_>>()?;
     let attention = options.attention()?;
     let asked = q.is_some();
-    let pair = Pair { k, v, q: q.unwrap_or(k), rows: if asked { rows } else { 0 }, power: equalize };
+    let pair = Pair { k, v, q: q.unwrap_or(k), rows: if asked { rows } else { 0 }, power: equalize, keep };
     let desc = attention.desc(&pair.q, &k, &v);
     let report = py.detach(|| pair.report(desc, &values)).map_err(refused)?;
     Ok(report.to_string())
@@ -54,6 +55,8 @@ struct Pair<'a> {
     v: TensorView<'a>,
     /// The power of the deviations for the factors of equalized keys, if these are measured.
     power: Option<f32>,
+    /// First and last tokens that stay in 16 bits.
+    keep: [usize; 2],
     /// The keys where there are no queries: none of their rows is measured then.
     q: TensorView<'a>,
     rows: usize,
@@ -129,6 +132,7 @@ impl Pair<'_> {
         attention.softcap = problem.desc().softcap;
         attention.key_mean = Some(mean);
         attention.key_factors = factors.as_deref();
+        [attention.keep_first, attention.keep_last] = self.keep;
         Ok(compare(&attention, keys, values)?)
     }
 }

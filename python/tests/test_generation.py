@@ -259,6 +259,51 @@ def test_memory_grows(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_kept_tokens(name):
+    """The more tokens stay in 16 bits, the smaller the error: that of 16 bits where all do."""
+    ids = prompt(2, 60)
+    model, _, eager = pair(name)
+    want = eager(ids).logits
+
+    def error(**kept):
+        cache = FlashtileCache(model.config, k="tq3", v="tq2", **kept)
+        got = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([40, 1, 19], 1)], 1)
+        return (got - want).norm() / want.norm()
+
+    none, last, both, everything = error(), error(keep_last=4), error(keep_first=8, keep_last=4), error(keep_last=64)
+    assert none > 1.05 * last > 1.05**2 * both and both > 5 * everything and everything < 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_kept_tokens_move_with_their_sequences(name, monkeypatch):
+    """Memory that grows, sequences that are repeated, chosen and copied, and a crop: as a cache that got the same tokens at once."""
+    monkeypatch.setattr(flashtile._batch, "MIN_ROOM", 4)
+    model, ids = decoder(name, "flashtile"), prompt(2, 90)
+    codes = {"k": "tq3", "v": "tq3", "keep_first": 4, "keep_last": 8}
+
+    def results(tokens, reserve=0, change=lambda cache: cache):
+        cache = FlashtileCache(model.config, reserve=reserve, **codes)
+        got = [model(part, past_key_values=cache).logits for part in tokens.split([50, 1, 9], 1)]
+        cache = change(cache)
+        return torch.cat([*got, model(ids[:, 60:].repeat(len(tokens) // 2, 1), past_key_values=cache).logits], 1)
+
+    def chosen(cache):
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([0, 3, 1, 5]))
+        cache.reorder_cache(torch.tensor([2, 1]))
+        return copy.deepcopy(cache)
+
+    def cropped(cache):
+        model(prompt(2, 30), past_key_values=cache)
+        cache.crop(-30)
+        return cache
+
+    want = results(ids[:, :60])
+    for other in (results(ids[:, :60], reserve=200), results(ids[:, :60], change=chosen), results(ids[:, :60], change=cropped)):
+        close(other, want, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_sequences_are_chosen_and_copied(name):
     """As a `DynamicCache`: repeated, selected and reordered; a deep copy goes on by itself."""
     ids = prompt(2, 12)
@@ -355,6 +400,8 @@ def test_options_that_are_wrong():
             FlashtileCache(config, **unknown)
     with pytest.raises(ValueError, match="center has 1 entries, expected one for each of 2 layers"):
         FlashtileCache(config, center=[None])
+    with pytest.raises(TypeError, match="keep_slots is of flashtile.Layers"):
+        FlashtileCache(config, keep_last=8, keep_slots=2)
     with pytest.raises(TypeError, match=r"copy\.deepcopy"):
         copy.copy(FlashtileCache(config))
 
@@ -368,6 +415,9 @@ def test_means_of_keys():
     results = [model(ids, past_key_values=FlashtileCache(model.config, center=center)).logits for center in (None, [None, mean], [mean, None])]
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
     assert all((got - want).norm() < 0.3 * want.norm() for got in results)
+    factors = torch.linspace(0.5, 2, 16).repeat(2, 1)
+    results = [model(ids, past_key_values=FlashtileCache(model.config, equalize=equalize)).logits for equalize in (None, [factors, factors])]
+    assert not torch.equal(*results) and (results[1] - want).norm() < 0.3 * want.norm()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

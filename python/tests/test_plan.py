@@ -117,6 +117,17 @@ def test_a_report(rng):
     assert second["nrmse"][0] == [None, None, None]
 
 
+def test_a_report_of_kept_tokens(rng):
+    q, k, v = normal(rng, 1, 2, 90, 32), normal(rng, 1, 1, 90, 32), normal(rng, 1, 1, 90, 32)
+
+    def kl(**options):
+        return kv_report({"q": q, "k": k, "v": v}, causal=True, codecs=["tq3"], **options)["pairs"][0]["keys"][0]["kl"]
+
+    assert 0 < kl(keep_first=4, keep_last=40) < kl(keep_last=40) < kl()
+    # All keys that a window sees are kept.
+    assert kl(window=(15, 0), keep_last=16) == 0 < kl(window=(15, 0), keep_last=15)
+
+
 def test_a_row_that_is_refused(rng):
     k, v = normal(rng, 1, 1, 4, 16), normal(rng, 1, 1, 4, 16)
     k[0, 0, 2] = numpy.inf
@@ -130,6 +141,8 @@ def test_errors_of_reports(rng):
         kv_report({"k": k, "v": k, "mask": k})
     with pytest.raises(ValueError, match="equalize is 3, expected a power from 0 to 2"):
         kv_report({"k": k, "v": k}, equalize=3)
+    with pytest.raises(ValueError, match="keep_last is -1, expected at least 0"):
+        kv_report({"k": k, "v": k}, keep_last=-1)
     with pytest.raises(ValueError, match="'a' has k, expected k and v"):
         kv_report({"a.k": k})
     with pytest.raises(ValueError, match="'a.keys' is a second k"):

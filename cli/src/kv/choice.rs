@@ -3,6 +3,7 @@
 use super::measure::{Codecs, Measured};
 use super::pairs::Pair;
 use flashtile::Codec;
+use flashtile::cache::KEPT_STEP;
 
 /// Bits per element of a half-precision cache.
 pub(super) const HALF_BITS: f64 = 16.0;
@@ -53,16 +54,26 @@ pub(super) struct Choice {
     pub(super) cheaper: Option<Candidate>,
 }
 
-/// Bits per element of the keys and values of all pairs.
-pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 {
+/// Bits per element of the keys and values of all pairs, with the first and last tokens of each sequence that `keep` has in 16 bits.
+pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2], keep: [usize; 2]) -> f64 {
+    let plain = k.dtype().is_some() && v.dtype().is_some();
+    let most = if plain { 0 } else { kept_rows(keep) };
     let (mut bytes, mut elements) = (0.0, 0.0);
     for (pair, measured) in pairs {
         let dims = pair.problem.dims();
+        let row_bytes = |k: Codec, v: Codec| k.row_bytes(dims.head_dim) + v.row_bytes(dims.value_dim);
         let rows = (measured.tokens * dims.kv_heads) as f64;
-        bytes += rows * (k.row_bytes(dims.head_dim) + v.row_bytes(dims.value_dim)) as f64;
+        let kept: usize = pair.problem.sequences().iter().map(|sequence| sequence.kv_len.min(most)).sum();
+        bytes += rows * row_bytes(k, v) as f64;
+        bytes += (kept * dims.kv_heads * row_bytes(k.kept(), v.kept())) as f64;
         elements += rows * (dims.head_dim + dims.value_dim) as f64;
     }
     8.0 * bytes / elements
+}
+
+/// Rows in 16 bits of a long sequence: the last ones have room for a step.
+fn kept_rows([first, last]: [usize; 2]) -> usize {
+    first.saturating_add(if last == 0 { 0 } else { last.saturating_add(KEPT_STEP) })
 }
 
 /// Every pair of codecs that stores all tensors in fewer bits than f16, and of which at least one quantizes. Errors
@@ -78,7 +89,7 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
         for (value, v) in codecs.values.iter().enumerate() {
             let plain = k.codec.dtype().is_some() && v.dtype().is_some();
             let stored = pairs.iter().all(|(_, m)| m.all.keys[key].is_ok() && m.all.values[value].is_ok());
-            let bits = bits(pairs, [k.codec, *v]);
+            let bits = bits(pairs, [k.codec, *v], codecs.keep);
             // The scale of a short row may take more than its codes save.
             if plain || !stored || bits >= HALF_BITS {
                 continue;
@@ -154,6 +165,7 @@ mod tests {
             values: vec![Codec::F16, Codec::Tq5, Codec::Tq4],
             left_out: Vec::new(),
             power: Some(0.5),
+            keep: [0; 2],
         }
     }
 

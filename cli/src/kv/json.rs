@@ -16,6 +16,8 @@ impl Report<'_> {
         json!({
             "rows": self.args.rows,
             "equalize": self.codecs.power,
+            "keep_first": self.codecs.keep[0],
+            "keep_last": self.codecs.keep[1],
             "gate": {"kl": self.gate.kl, "nrmse": self.gate.nrmse},
             "keys": self.codecs.keys.iter().enumerate().map(|(key, of)| json!({
                 "codec": of.codec.name(),

@@ -1,6 +1,7 @@
 //! Measurement of the errors that codecs cause in the heads of every pair.
 
 use super::diagnosis::Diagnosis;
+use super::options::KvArgs;
 use super::pairs::Pair;
 use crate::failure::{self, Failure};
 use crate::progress::ticking;
@@ -21,13 +22,18 @@ pub(super) struct Codecs {
     pub(super) left_out: Vec<(Codec, String)>,
     /// The power of the deviations of channels for the factors of equalized keys; `None`: no keys are equalized.
     pub(super) power: Option<f32>,
+    /// First and last tokens that stay in 16 bits.
+    pub(super) keep: [usize; 2],
 }
 
 impl Codecs {
     /// The codecs asked for, or by default all that support any dimension and have fewer bits than f32. `rot16` has as many bits as
     /// f16, and is for rows beside codes.
-    pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec], power: Option<f32>) -> failure::Result<Self> {
-        let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new(), power };
+    pub(super) fn of(pairs: &[Pair<'_>], args: &KvArgs) -> failure::Result<Self> {
+        let (asked, power) = (&args.codecs, args.equalize);
+        let keep = [args.keep_first, args.keep_last];
+        let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new(), power, keep };
+        let has_kept = |codec: Codec| codec.dtype().is_some() || codec.kept() != codec;
         let usual = |codec: &Codec| codec.supports(1) && ![Codec::F32, Codec::Rot16].contains(codec);
         let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
         for codec in Codec::ALL.into_iter().filter(wanted) {
@@ -37,7 +43,9 @@ impl Codecs {
                 let (row, dim) = rows.into_iter().find(|(_, dim)| !codec.supports(*dim))?;
                 Some(format!("a {row} of {} {}", pair.name, EncodeError::Dim { codec, dim }))
             });
-            if let Some(why) = without {
+            let unkept = (keep != [0; 2] && !has_kept(codec))
+                .then(|| format!("{codec}: a cache keeps no rows of it in 16 bits"));
+            if let Some(why) = without.or(unkept) {
                 codecs.left_out.push((codec, why));
                 continue;
             }
@@ -312,6 +320,7 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
     attention.softcap = problem.desc().softcap;
     attention.key_mean = Some(&mean);
     attention.key_factors = factors.as_deref();
+    [attention.keep_first, attention.keep_last] = codecs.keep;
     let found = compare(&attention, &codecs.keys, &codecs.values).map_err(|e| e.to_string())?;
     let place = |tensor: &str, refused: RefusedRow| {
         format!("row {} of head {}{of_batch} of {tensor} {}", refused.row, unit.head, refused.why)

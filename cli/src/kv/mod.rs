@@ -51,7 +51,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         }
     }
 
-    let codecs = Codecs::of(&pairs, &args.codecs, args.equalize)?;
+    let codecs = Codecs::of(&pairs, args)?;
     if picture.is_some() && !pairs.is_empty() {
         if pairs.iter().all(|pair| !pair.has_queries) {
             return Err(Failure::at("--svg", "KL and NRMSE need queries, which the file lacks"));

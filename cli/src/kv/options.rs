@@ -19,7 +19,8 @@ as --layout says. Also reads, if present,
 For each codec, with and without subtracting the mean of the keys (centered; the mean is that of
 the first 256 keys, as run --center-keys gives it to a cache); with --equalize also with centered
 keys divided by a factor for each channel, a power of its deviation in those 256 keys:
-  bits           per element, including scales
+  bits           per element, including scales, and with --keep-first and --keep-last the rows in 16 bits
+                 of a cache that holds the tokens of the file
   k error, v error
                  mean square error relative to the mean square
   logit rmse     root mean square error of the logits, up to a constant per query
@@ -57,6 +58,12 @@ pub(crate) struct KvArgs {
     /// Also store keys equalized: centered, and each channel divided by this power of its deviation, such as 0.5
     #[arg(long, alias = "equalise", value_name = "POWER", value_parser = power, allow_hyphen_values = true)]
     pub(crate) equalize: Option<f32>,
+    /// Tokens at the start of each sequence whose keys and values stay in 16 bits beside their codes
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) keep_first: usize,
+    /// Last tokens that each query sees whose keys and values stay in 16 bits beside their codes
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) keep_last: usize,
     /// Codecs to compare; default all that support any head dimension, except f32
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = codec())]
     pub(crate) codecs: Vec<Codec>,

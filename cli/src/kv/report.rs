@@ -22,7 +22,8 @@ pub(super) struct Report<'a> {
 impl Report<'_> {
     /// Bits per element if keys and values are in one codec.
     pub(super) fn bits(&self, key: usize, value: usize) -> f64 {
-        choice::bits(&self.pairs, [self.codecs.keys[key].codec, self.codecs.values[value]])
+        let codecs = [self.codecs.keys[key].codec, self.codecs.values[value]];
+        choice::bits(&self.pairs, codecs, self.codecs.keep)
     }
 
     /// Index of the codec of values that is also the codec of the keys.

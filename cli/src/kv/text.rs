@@ -87,6 +87,14 @@ impl Report<'_> {
                 asked.problem.scale()
             );
         }
+        match self.codecs.keep {
+            [0, 0] => {}
+            [first, last] => {
+                text += &format!(
+                    "in 16 bits beside codes: the first {first} tokens and the last {last} that a query sees\n"
+                );
+            }
+        }
         text
     }
 
@@ -203,13 +211,18 @@ impl Report<'_> {
         format!("{}: {:.2} bits per element", self.named(candidate), candidate.bits)
     }
 
-    /// The options of `run` and `plan` that store keys and values that way.
+    /// The options of `run` and `plan` that store keys and values that way, or, with tokens in 16 bits, of a cache.
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
+        let value = self.codecs.values[candidate.value];
+        let [first, last] = self.codecs.keep;
+        if [first, last] != [0; 2] {
+            return format!("of the cache: k {}, v {value}, keep_first {first}, keep_last {last}", key.codec);
+        }
         let center = if key.centered { " --center-keys" } else { "" };
         let equalize = self.codecs.power.filter(|_| key.equalized);
         let equalize = equalize.map_or_else(String::new, |power| format!(" --equalize-keys {power}"));
-        format!("--k-codec {} --v-codec {}{center}{equalize}", key.codec, self.codecs.values[candidate.value])
+        format!("of run and plan: --k-codec {} --v-codec {value}{center}{equalize}", key.codec)
     }
 
     fn recommendation(&self) -> Option<String> {
@@ -230,7 +243,7 @@ impl Report<'_> {
                 errors(best)
             )
         };
-        text += &format!("  options of run and plan: {}\n", self.options(best));
+        text += &format!("  options {}\n", self.options(best));
         if let Some(cheaper) = choice.cheaper {
             text += &format!("  the nearest cheaper one, {}: {}\n", self.words(cheaper), errors(cheaper));
         }

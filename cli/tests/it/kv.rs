@@ -570,6 +570,30 @@ fn keys_with_unequal_channels_are_equalized() {
     assert_eq!(error(&[&run[..6], &["0"]].concat()), without);
 }
 
+/// Windows of 100 keys that lie in 16 bits have no errors, whatever their codes; memory counts both.
+#[test]
+fn kept_tokens_are_read_in_16_bits() {
+    let folder = Folder::with(&normal(512, 64, 0.0));
+    let visible = ["--causal", "--q-offset", "464", "--codecs", "tq2,int8,fp8"];
+    let of = |options: &[&str]| json(&folder.input, &[&visible[..], options].concat());
+    let (none, some) = (of(&[]), of(&["--keep-first", "4", "--keep-last", "128"]));
+    let kl_of = |report: &Value| kl(report, &report["all"], "tq2", false);
+    assert!(kl_of(&some) < 0.95 * kl_of(&none) && kl_of(&some) > 0.0, "{} {}", kl_of(&some), kl_of(&none));
+    let bits = |report: &Value| report["keys"][key(report, "tq2", false)]["bits"].as_f64().unwrap();
+    // 4 rows, and 128 with room for a step of 64, of the 512 that have codes.
+    assert!((bits(&some) - bits(&none) - 16.0 * 196.0 / 512.0).abs() < 1e-9);
+    assert_eq!((&some["keep_first"], &some["keep_last"]), (&4.into(), &128.into()));
+    assert_eq!(some["left_out"][0]["name"], "fp8");
+    let all = of(&["--window", "99", "--keep-last", "100"]);
+    assert_eq!((kl_of(&all), all["all"]["nrmse"][0][0].as_f64()), (0.0, Some(0.0)));
+    let text = text(&folder.input, &[&visible[..], &["--keep-last", "128", "--max-kl", "1"]].concat());
+    let words =
+        ["in 16 bits beside codes: the first 0 tokens and the last 128", "keep_first 0, keep_last 128\n"];
+    assert!(words.iter().all(|words| text.contains(words)), "{text}");
+    let refused = kv(&folder.input, &["--codecs", "fp8", "--keep-last", "9"]);
+    assert_refused(&refused, "--codecs: fp8: a cache keeps no rows of it in 16 bits", "--keep-last");
+}
+
 #[test]
 fn runs_over_caches_are_those_of_the_reference() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 37, 24], &[2, 2, 301, 24], &[2, 2, 301, 40]);

@@ -491,8 +491,8 @@ fn check_kept<M: DeviceMemory, E>(
     page_sizes: [Option<usize>; 2],
 ) -> Result<(), SessionError<E>> {
     let needed = kept_parts(problem);
-    let parts = [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)];
-    for ((tensor, part), page_size) in parts.into_iter().zip(page_sizes) {
+    let kept = [("kept.first", KeyPart::First), ("kept.last", KeyPart::Last)];
+    for ((tensor, part), page_size) in kept.into_iter().zip(page_sizes) {
         match (inputs.part(part), needed.contains(&part)) {
             (Some(pages), true) => {
                 let problem = problem.part(part);

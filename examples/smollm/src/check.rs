@@ -160,7 +160,13 @@ impl Check<'_> {
         let message = Message { role: "user", content: content.to_owned() };
         let prompt = self.chat.prompt(&[message])?;
         let limits = (self.chat.end, self.max_tokens);
-        let f16 = CacheOptions { k_codec: Codec::F16, v_codec: Codec::F16, ..self.cache };
+        let f16 = CacheOptions {
+            k_codec: Codec::F16,
+            v_codec: Codec::F16,
+            keep_first: 0,
+            keep_last: 0,
+            ..self.cache
+        };
 
         let (expected, likelihoods) = plain(self.exact, &prompt, limits)?;
         let expected = expected.tokens;

@@ -67,6 +67,12 @@ struct CacheOptions {
     /// Codec of the values.
     #[arg(long, default_value = "tq4")]
     v_codec: Codec,
+    /// First tokens that stay in 16 bits beside their codes.
+    #[arg(long, default_value_t = 0)]
+    keep_first: usize,
+    /// Last tokens that stay in 16 bits beside their codes.
+    #[arg(long, default_value_t = 0)]
+    keep_last: usize,
     /// Tokens that the cache has room for.
     #[arg(long, default_value_t = 8192)]
     context: usize,
@@ -74,15 +80,23 @@ struct CacheOptions {
 
 impl CacheOptions {
     fn desc(self, model: &Config) -> Result<CacheDesc> {
-        let Self { k_codec, v_codec, context } = self;
+        let Self { k_codec, v_codec, keep_first, keep_last, context } = self;
         let trained = model.context;
         ensure!((1..=trained).contains(&context), "--context is {context}, expected 1 to {trained}");
         let layout = CacheLayout::Paged { pages: context.div_ceil(PAGE), page_size: PAGE };
-        Ok(CacheDesc::new(layout, model.cache_shape(), k_codec).with_codecs(k_codec, v_codec))
+        let mut desc = CacheDesc::new(layout, model.cache_shape(), k_codec).with_codecs(k_codec, v_codec);
+        desc = desc.with_kept(keep_first, keep_last);
+        // The conversation is one sequence.
+        desc.keep_slots = usize::from(keep_first > 0 || keep_last > 0);
+        Ok(desc)
     }
 
     fn name(self) -> String {
-        format!("{}+{}", self.k_codec, self.v_codec)
+        let kept = match (self.keep_first, self.keep_last) {
+            (0, 0) => String::new(),
+            (first, last) => format!(", {first} first and {last} last tokens in 16 bits"),
+        };
+        format!("{}+{}{kept}", self.k_codec, self.v_codec)
     }
 
     fn session(self, model: &Model) -> Result<Session<'_>> {

@@ -35,13 +35,25 @@ pub struct HeadAttention<'a> {
     /// The factors `[head_dim]` that equalized keys are divided by; `None`: [`key_factors`] of all keys around that mean, with a
     /// power of [`EQUALIZE_POWER`].
     pub key_factors: Option<&'a [f32]>,
+    /// Keys below this position are kept in 16 bits: they and their values count as exact.
+    pub keep_first: usize,
+    /// The number of last keys, of the ones that a query sees, that are kept in 16 bits as well.
+    pub keep_last: usize,
 }
 
 impl<'a> HeadAttention<'a> {
-    /// Every query sees every key, there is no softcap, and centered keys are relative to their mean.
+    /// Every query sees every key, there is no softcap, centered keys are relative to their mean, and no keys are kept in 16 bits.
     #[must_use]
     pub const fn new(head: Head<'a>) -> Self {
-        Self { head, seen: None, softcap: None, key_mean: None, key_factors: None }
+        Self {
+            head,
+            seen: None,
+            softcap: None,
+            key_mean: None,
+            key_factors: None,
+            keep_first: 0,
+            keep_last: 0,
+        }
     }
 
     /// Checks that slices, dimensions and ranges agree with each other.
@@ -85,6 +97,13 @@ impl<'a> HeadAttention<'a> {
 
     fn seen(&self, row: usize, tokens: usize) -> Range<usize> {
         self.seen.map_or(0..tokens, |seen| seen[row].clone())
+    }
+
+    /// Of some keys that a query sees, the first ones and the last ones that are kept in 16 bits.
+    fn kept(&self, seen: &Range<usize>) -> [Range<usize>; 2] {
+        let first = seen.start..seen.end.min(self.keep_first).max(seen.start);
+        let last_from = seen.end.saturating_sub(self.keep_last).max(first.end);
+        [first, last_from..seen.end]
     }
 
     /// Terms of the scores of a row of q. Its index stands for its position, on which no term depends here.
@@ -289,6 +308,11 @@ impl Stack {
         Self { rows, dim, width }
     }
 
+    /// The original value of a token.
+    fn original(&self, token: usize) -> &[f32] {
+        &self.rows[token * self.width..][..self.dim]
+    }
+
     /// Adds the values of tokens `from..`, weighted by `probs` of several rows `[rows][tokens]`, to `out`,
     /// `[rows][width]`.
     fn add(&self, probs: &[&[f32]], from: usize, out: &mut [f32]) {
@@ -368,26 +392,41 @@ impl<'a> Exact<'a> {
         let mut errors = KeyErrors::default();
         let mut out = vec![Deviation::default(); stack.width / stack.dim - 1];
         for block in self.rows.chunks(BLOCK) {
-            let mut probs = Vec::with_capacity(block.len());
+            let (mut probs, mut kept_out) =
+                (Vec::with_capacity(block.len()), Vec::with_capacity(block.len()));
             for row in block {
-                let got = logits(self.attention, row.query, k, &row.seen);
+                let mut got = logits(self.attention, row.query, k, &row.seen);
+                let kept = self.attention.kept(&row.seen);
+                for keys in kept.clone().map(|keys| keys.start - row.seen.start..keys.end - row.seen.start) {
+                    got[keys.clone()].copy_from_slice(&row.logits[keys]);
+                }
                 let keys = got.len() as f64;
                 let shift = row.logits.iter().zip(&got).map(|(a, b)| a - b).sum::<f64>() / keys;
                 let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
                 errors.logits += square / keys;
-                let (got_probs, lse) = softmax(&got);
+                let (mut got_probs, lse) = softmax(&got);
                 // sum p ((a - lse) - (b - lse')), with the shift removed from both sides.
                 let moved = row.probs.iter().zip(row.logits.iter().zip(&got));
                 let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
                 // Rounding can make it negative near 0; a NaN stays.
                 let kl = moved + shift - row.lse + lse;
                 errors.kl += if kl < 0.0 { 0.0 } else { kl };
+                // Every column has the original values of kept tokens.
+                let mut out = vec![0.0f32; stack.dim];
+                for key in kept.into_iter().flatten() {
+                    let p = std::mem::take(&mut got_probs[key - row.seen.start]) as f32;
+                    out.iter_mut().zip(stack.original(key)).for_each(|(out, v)| *out += p * v);
+                }
                 probs.push(got_probs);
+                kept_out.push(out);
             }
             let probs: Vec<&[f64]> = probs.iter().map(Vec::as_slice).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
-            let got = weighted(stack, &probs, &seen);
-            for (row, got) in block.iter().zip(got.chunks_exact(stack.width)) {
+            let mut got = weighted(stack, &probs, &seen);
+            for ((row, got), kept) in block.iter().zip(got.chunks_exact_mut(stack.width)).zip(&kept_out) {
+                for column in got.chunks_exact_mut(stack.dim) {
+                    column.iter_mut().zip(kept).for_each(|(got, kept)| *got += kept);
+                }
                 for (out, got) in out.iter_mut().zip(got.chunks_exact(stack.dim).skip(1)) {
                     out.add(deviation(&row.out, got));
                 }
@@ -523,8 +562,13 @@ mod tests {
             if seen.is_empty() {
                 continue;
             }
+            let Head { k: exact_k, v: exact_v, .. } = attention.head;
+            let is_kept = |j: usize| j < attention.keep_first || j + attention.keep_last >= seen.end;
             let of = |k: &[f32], v: &[f32]| {
+                let (k_of, v_of) =
+                    (|j| if is_kept(j) { exact_k } else { k }, |j| if is_kept(j) { exact_v } else { v });
                 let score = |j: usize| {
+                    let k = k_of(j);
                     let dot: f64 =
                         (0..head_dim).map(|d| f64::from(q[d]) * f64::from(k[j * head_dim + d])).sum();
                     let x = dot * f64::from(scale);
@@ -534,7 +578,10 @@ mod tests {
                 let sum: f64 = scores.iter().map(|s| s.exp()).sum();
                 let p: Vec<f64> = scores.iter().map(|s| s.exp() / sum).collect();
                 let out: Vec<f64> = (0..value_dim)
-                    .map(|d| seen.clone().zip(&p).map(|(j, p)| p * f64::from(v[j * value_dim + d])).sum())
+                    .map(|d| {
+                        let term = |(j, p): (usize, &f64)| p * f64::from(v_of(j)[j * value_dim + d]);
+                        seen.clone().zip(&p).map(term).sum()
+                    })
                     .collect();
                 (scores, p, out)
             };
@@ -600,7 +647,9 @@ mod tests {
         let causal: Vec<Range<usize>> = (0..queries).map(|i| i.saturating_sub(9)..i * 2).collect();
         let plain = HeadAttention::new(head);
         let causal_softcap = HeadAttention { seen: Some(&causal), softcap: Some(1.5), ..plain };
-        for attention in [plain, causal_softcap] {
+        let kept = HeadAttention { keep_first: 11, keep_last: 5, ..plain };
+        let kept_causal = HeadAttention { keep_first: 3, keep_last: 6, ..causal_softcap };
+        for attention in [plain, causal_softcap, kept, kept_causal] {
             let found = compare(&attention, &KEYS, &VALUES).unwrap();
             assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
             for (key, codec) in KEYS.iter().enumerate() {

@@ -45,7 +45,7 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
             let finite = store_row::<S>(out.dtype(), dst, acc, (zero, scale), dims.value_dim);
             if !finite && sum.is_finite() {
                 let sums = std::slice::from_raw_parts(acc, dims.value_dim);
-                let row = overflow::Row::new(&work.cx.parts, work.task.query(first + r));
+                let row = overflow::Row::new(work.cx.parts, work.task.query(first + r));
                 row.means(sums, |c, mean| overflow::store(out.dtype(), dst, c, mean));
             }
             if !work.cx.lse.is_null() {
