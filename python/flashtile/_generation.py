@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from ._batch import Batch
 from ._cache import Layers
 from ._options import integer
-from ._stored_keys import NewTokens
+from ._stored_keys import READ_AGAIN, NewTokens
 from ._visible import Visible
 
 
@@ -141,7 +141,7 @@ class FlashtileCache(Cache):
         """
         forward = self._forward
         if forward is None or forward.given.get(tokens.layer) is not tokens or tokens.layer in forward.attended:
-            raise ValueError(f"keys of layer {tokens.layer} are read a second time, or after their forward pass: a FlashtileCache gives them once")
+            raise ValueError(READ_AGAIN.format(tokens.layer))
         if query.shape[::2] != (forward.batch, forward.new):
             raise ValueError(f"query is {tuple(query.shape)}, expected ({forward.batch}, heads, {forward.new}, dim) as the new keys have")
         try:

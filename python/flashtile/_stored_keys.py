@@ -22,6 +22,9 @@ class Stored(torch.Tensor):
         return f"<Stored {tuple(self.shape)}, {self.dtype}, {self.device}>"
 
 
+READ_AGAIN = "keys of layer {} are read a second time, or after their forward pass: a FlashtileCache gives them once"
+
+
 class NewTokens:
     """The keys `(batch, kv_heads, new, dim)` and values `(batch, kv_heads, new, value_dim)` of the new tokens of a layer, until attention stores
     them."""
@@ -46,9 +49,11 @@ def new_tokens(key, value):
     """The new tokens for which both arguments of attention stand.
 
     Raises:
-        ValueError: where they are of two layers, or one is a tensor with elements.
+        ValueError: where they are of two layers, or one is a tensor with elements; where they are stored already.
     """
     k, v = (getattr(x, "tokens", None) if isinstance(x, Stored) else None for x in (key, value))
     if k is None or k is not v:
         raise ValueError("key and value of attention are not of one layer of a FlashtileCache: give the model another cache")
+    if k.k is None:
+        raise ValueError(READ_AGAIN.format(k.layer))
     return k

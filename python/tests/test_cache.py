@@ -347,7 +347,7 @@ def test_a_mean_of_the_keys(rng, codec, limit):
 @pytest.mark.parametrize("codec", ["int8", "tq4", "tq3"])
 def test_factors_of_the_keys(rng, codec):
     """Keys with unequal channels are stored more precisely where their factors are given."""
-    deviations = numpy.exp(1.5 * normal(rng, 2, 32)).astype(numpy.float32)
+    deviations = numpy.exp(normal(rng, 2, 32)).astype(numpy.float32)
     q, k, v = tokens(rng, 60)
     q *= 0.1
     k *= deviations

@@ -131,7 +131,8 @@ impl CacheDesc {
     /// This cache with one codec for the keys and one for the values.
     ///
     /// ```
-    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
+    /// # use flashtile_core::cache::{CacheDesc, CacheLayout, CacheShape};
+    /// # use flashtile_core::codec::Codec;
     /// let shape = CacheShape { layers: 1, kv_heads: 8, head_dim: 128, value_dim: 128 };
     /// let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
     /// let desc = CacheDesc::new(layout, shape, Codec::Int8).with_codecs(Codec::Int8, Codec::Tq5);
@@ -148,13 +149,14 @@ impl CacheDesc {
     /// [`CacheDesc::keep_slots`] must be set too.
     ///
     /// ```
-    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
+    /// # use flashtile_core::cache::{CacheDesc, CacheLayout, CacheShape};
+    /// # use flashtile_core::codec::Codec;
     /// let shape = CacheShape { layers: 32, kv_heads: 8, head_dim: 128, value_dim: 128 };
     /// let layout = CacheLayout::Contiguous { slots: 1, capacity: 32768 };
     /// let desc = CacheDesc::new(layout, shape, Codec::Tq3).with_kept(4, 128);
     /// // 3 bits for each element and a scale, and 196 rows in 16 bits: a fifth of the bytes of f16.
     /// let f16 = CacheDesc::new(layout, shape, Codec::F16);
-    /// assert_eq!((desc.token_bytes(), desc.kept_bytes()), (51_200, 25_690_112));
+    /// assert_eq!((desc.token_bytes(), desc.kept_bytes()), (25_600, 25_690_112));
     /// assert_eq!((32768 * desc.token_bytes() + desc.kept_bytes()) * 100 / (32768 * f16.token_bytes()), 20);
     /// ```
     #[must_use]

@@ -375,9 +375,9 @@ impl<'a> Exact<'a> {
         };
         let mut rows: Vec<ExactRow> = seeing.map(row).collect();
         for block in rows.chunks_mut(BLOCK) {
-            let probs: Vec<&[f64]> = block.iter().map(|row| row.probs.as_slice()).collect();
+            let probs = block.iter().map(|row| row.probs.clone()).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
-            let out = weighted(stack, &probs, &seen);
+            let out = weighted(attention, stack, probs, &seen);
             for (row, out) in block.iter_mut().zip(out.chunks_exact(stack.width)) {
                 // The first column has the original values.
                 row.out = out[..stack.dim].to_vec();
@@ -392,41 +392,29 @@ impl<'a> Exact<'a> {
         let mut errors = KeyErrors::default();
         let mut out = vec![Deviation::default(); stack.width / stack.dim - 1];
         for block in self.rows.chunks(BLOCK) {
-            let (mut probs, mut kept_out) =
-                (Vec::with_capacity(block.len()), Vec::with_capacity(block.len()));
+            let mut probs = Vec::with_capacity(block.len());
             for row in block {
                 let mut got = logits(self.attention, row.query, k, &row.seen);
-                let kept = self.attention.kept(&row.seen);
-                for keys in kept.clone().map(|keys| keys.start - row.seen.start..keys.end - row.seen.start) {
-                    got[keys.clone()].copy_from_slice(&row.logits[keys]);
+                for key in self.attention.kept(&row.seen).into_iter().flatten() {
+                    let at = key - row.seen.start;
+                    got[at] = row.logits[at];
                 }
                 let keys = got.len() as f64;
                 let shift = row.logits.iter().zip(&got).map(|(a, b)| a - b).sum::<f64>() / keys;
                 let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
                 errors.logits += square / keys;
-                let (mut got_probs, lse) = softmax(&got);
+                let (got_probs, lse) = softmax(&got);
                 // sum p ((a - lse) - (b - lse')), with the shift removed from both sides.
                 let moved = row.probs.iter().zip(row.logits.iter().zip(&got));
                 let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
                 // Rounding can make it negative near 0; a NaN stays.
                 let kl = moved + shift - row.lse + lse;
                 errors.kl += if kl < 0.0 { 0.0 } else { kl };
-                // Every column has the original values of kept tokens.
-                let mut out = vec![0.0f32; stack.dim];
-                for key in kept.into_iter().flatten() {
-                    let p = std::mem::take(&mut got_probs[key - row.seen.start]) as f32;
-                    out.iter_mut().zip(stack.original(key)).for_each(|(out, v)| *out += p * v);
-                }
                 probs.push(got_probs);
-                kept_out.push(out);
             }
-            let probs: Vec<&[f64]> = probs.iter().map(Vec::as_slice).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
-            let mut got = weighted(stack, &probs, &seen);
-            for ((row, got), kept) in block.iter().zip(got.chunks_exact_mut(stack.width)).zip(&kept_out) {
-                for column in got.chunks_exact_mut(stack.dim) {
-                    column.iter_mut().zip(kept).for_each(|(got, kept)| *got += kept);
-                }
+            let got = weighted(self.attention, stack, probs, &seen);
+            for (row, got) in block.iter().zip(got.chunks_exact(stack.width)) {
                 for (out, got) in out.iter_mut().zip(got.chunks_exact(stack.dim).skip(1)) {
                     out.add(deviation(&row.out, got));
                 }
@@ -436,18 +424,36 @@ impl<'a> Exact<'a> {
     }
 }
 
-/// Sums of every column of a stack for each row, weighted by probabilities of the keys that it sees: `[rows][width]`.
-fn weighted(stack: &Stack, probs: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> {
+/// Sums of every column of a stack for each row, weighted by probabilities of the keys that it sees: `[rows][width]`. Every column has
+/// the original values of kept tokens.
+fn weighted(
+    attention: &HeadAttention<'_>,
+    stack: &Stack,
+    mut probs: Vec<Vec<f64>>,
+    seen: &[Range<usize>],
+) -> Vec<f32> {
+    let mut of_kept = vec![0.0f32; probs.len() * stack.dim];
+    for ((probs, seen), out) in probs.iter_mut().zip(seen).zip(of_kept.chunks_exact_mut(stack.dim)) {
+        for key in attention.kept(seen).into_iter().flatten() {
+            let p = std::mem::take(&mut probs[key - seen.start]) as f32;
+            out.iter_mut().zip(stack.original(key)).for_each(|(out, v)| *out += p * v);
+        }
+    }
     let start = seen.iter().map(|seen| seen.start).min().unwrap_or(0);
     let end = seen.iter().map(|seen| seen.end).max().unwrap_or(0);
     let mut wide = vec![vec![0.0f32; end - start]; probs.len()];
-    for ((wide, probs), seen) in wide.iter_mut().zip(probs).zip(seen) {
+    for ((wide, probs), seen) in wide.iter_mut().zip(&probs).zip(seen) {
         let into = &mut wide[seen.start - start..seen.end - start];
-        into.iter_mut().zip(*probs).for_each(|(into, p)| *into = *p as f32);
+        into.iter_mut().zip(probs).for_each(|(into, p)| *into = *p as f32);
     }
     let wide: Vec<&[f32]> = wide.iter().map(Vec::as_slice).collect();
     let mut out = vec![0.0f32; probs.len() * stack.width];
     stack.add(&wide, start, &mut out);
+    for (out, of_kept) in out.chunks_exact_mut(stack.width).zip(of_kept.chunks_exact(stack.dim)) {
+        for column in out.chunks_exact_mut(stack.dim) {
+            column.iter_mut().zip(of_kept).for_each(|(out, of_kept)| *out += of_kept);
+        }
+    }
     out
 }
 
