@@ -264,6 +264,11 @@ pub enum RunError {
         /// Where the first row starts in its memory, or a stride, in bytes.
         got: usize,
     },
+    /// The problem has no backward pass.
+    NoGradients {
+        /// The reason.
+        why: &'static str,
+    },
     /// The workspace is smaller than the plan's.
     Workspace {
         /// Bytes that the plan needs.
@@ -341,6 +346,7 @@ impl std::fmt::Display for RunError {
                     "{tensor} has an offset or a stride of {got} bytes, expected a multiple of {aligned}"
                 )
             }
+            Self::NoGradients { why } => write!(f, "no backward pass: {why}"),
             Self::Workspace { needed, got } => {
                 write!(f, "workspace has {got} bytes, the plan needs {needed}")
             }
@@ -367,7 +373,8 @@ fn shape(tensor: &'static str, expected: [usize; 4], got: [usize; 4]) -> Result<
     if got == expected { Ok(()) } else { Err(RunError::Shape { tensor, expected, got }) }
 }
 
-fn tensor(
+/// Checks shape and dtype of a tensor.
+pub(crate) fn tensor(
     tensor: &'static str,
     (expected, of): (Dtype, [usize; 4]),
     (got, given): (Dtype, [usize; 4]),

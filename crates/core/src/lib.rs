@@ -13,11 +13,12 @@
 //! | [`memory`] | zeroed memory in huge pages, for caches and workspaces |
 //! | [`tensor`], [`owned`] | strided views; tensors that own their memory |
 //! | [`inputs`] | tensors of a run, checked against the problem |
+//! | [`gradients`] | tensors of a backward run, likewise |
 //! | [`block_tables`], [`cache`] | which page holds which token; caches |
 //! | [`codec`] | how rows of keys and values are stored |
 //! | [`isa`], [`plan`] | instruction sets; plans of any backend, with the options and refusals of planners |
 //! | [`scoring`] | the score formula of host code |
-//! | [`mod@reference`] | attention by definition, in f64 |
+//! | [`mod@reference`] | attention and its gradients by definition, in f64 |
 //! | [`human`] | numbers as people read them |
 //! | [`quality`] | how far an answer is from the reference, and the errors of codecs |
 
@@ -27,6 +28,7 @@ pub mod block_tables;
 pub mod cache;
 pub mod codec;
 pub mod dtype;
+pub mod gradients;
 pub mod human;
 pub mod inputs;
 pub mod isa;

@@ -102,6 +102,11 @@ pub enum Unsupported {
     },
     /// The kernels always skip tiles that no row sees, but the options ask them not to.
     SkipTiles,
+    /// The problem has no backward pass.
+    Backward {
+        /// The reason.
+        why: &'static str,
+    },
     /// The machine lacks the instruction set asked for.
     Isa {
         /// The instruction set asked for.
@@ -140,6 +145,7 @@ impl std::fmt::Display for Unsupported {
             Self::Instance { why } => f.write_str(why),
             Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has only one kind"),
             Self::SkipTiles => f.write_str("portable kernels always skip tiles that no row sees"),
+            Self::Backward { why } => write!(f, "no backward pass: {why}"),
             Self::Isa { asked, best } => {
                 write!(f, "{asked} asked for, the best of this machine is {best}")
             }

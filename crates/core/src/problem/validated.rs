@@ -276,6 +276,31 @@ impl Problem {
         2.0 * (d.head_dim + d.value_dim) as f64 * self.all_pairs() as f64 * d.q_heads as f64
     }
 
+    /// Why the problem has no backward pass, if it has none: keys and values in the pages of a cache, with all that only they have (codecs,
+    /// kept tokens, tree masks, shared prefixes), and values that are columns of the keys.
+    #[must_use]
+    pub const fn no_gradients(&self) -> Option<&'static str> {
+        match (&self.desc.sequences, self.desc.kv_storage) {
+            (Sequences::Cached { .. }, _) => {
+                Some("keys and values in the pages of a cache have no gradients")
+            }
+            (_, KvStorage::KeyColumns) => {
+                Some("values that are columns of the keys have no gradient of their own")
+            }
+            (Sequences::Dense | Sequences::Padded { .. } | Sequences::Packed { .. }, KvStorage::Separate) => {
+                None
+            }
+        }
+    }
+
+    /// Floating-point operations of the backward pass: five products for each visible pair of each query head, `q . k`, `d_out . v` and the
+    /// three that make `d_q`, `d_k` and `d_v`.
+    #[must_use]
+    pub fn backward_flops(&self) -> f64 {
+        let d = self.dims();
+        2.0 * (3 * d.head_dim + 2 * d.value_dim) as f64 * self.all_pairs() as f64 * d.q_heads as f64
+    }
+
     /// Bytes of a key and a value of one head, as they are stored.
     #[must_use]
     pub fn kv_row_bytes(&self) -> usize {

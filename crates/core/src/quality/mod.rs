@@ -16,5 +16,5 @@ pub use head::Head;
 pub use pair::{Quality, quality};
 pub use tolerance::{
     Accumulation, Report, Tolerance, compare_lse, compare_lse_off, compare_out, compare_out_off,
-    integer_errors, score_errors,
+    compare_within, integer_errors, score_errors,
 };

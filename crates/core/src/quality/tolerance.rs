@@ -293,12 +293,7 @@ pub fn compare_out_off(
         let math = tolerance.absolute + 10.0 * score_rounding(expected.lse[row]) + 2.0 * off(row);
         tolerance.relative * want.abs() + math * largest + smallest
     };
-    let round = |want: f64| match dtype {
-        Dtype::F32 => f64::from(want as f32),
-        Dtype::F16 => f64::from(half::f16::from_f64(want).to_f32()),
-        Dtype::BF16 => f64::from(half::bf16::from_f64(want).to_f32()),
-    };
-    let mut report = Report::new(got, want, limit, round);
+    let mut report = Report::new(got, want, limit, |want| rounded(dtype, want));
     let rows = expected.lse.iter().enumerate();
     let rows = rows.map(|(row, &lse)| tolerance.nrmse.max(score_rounding(lse)).max(off(row)).powi(2));
     let rows_limit = (rows.sum::<f64>() / expected.lse.len().max(1) as f64).sqrt();
@@ -321,6 +316,21 @@ pub fn compare_lse_off(got: &[f32], expected: &Attention, tolerance: &Tolerance,
     let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
     let limit = |row, want: f64| tolerance.lse * want.abs().max(1.0) + off(row);
     Report::new(got, &expected.lse, limit, |want| f64::from(want as f32))
+}
+
+/// A number rounded to a dtype.
+fn rounded(dtype: Dtype, x: f64) -> f64 {
+    match dtype {
+        Dtype::F32 => f64::from(x as f32),
+        Dtype::F16 => f64::from(half::f16::from_f64(x).to_f32()),
+        Dtype::BF16 => f64::from(half::bf16::from_f64(x).to_f32()),
+    }
+}
+
+/// Compares numbers of a dtype with the oracle's, of which each may be off by as much as the same element of `limits` says.
+#[must_use]
+pub fn compare_within(got: &[f32], want: &[f64], limits: &[f64], dtype: Dtype) -> Report {
+    Report::new(got, want, |index, _| limits[index], |want| rounded(dtype, want))
 }
 
 #[cfg(test)]
