@@ -1,8 +1,9 @@
 //! The machine as a backend.
 
-use crate::plan::{CpuFacts, CpuPlan};
+use crate::plan::{CpuBackwardPlan, CpuFacts, CpuPlan};
 use crate::workspace::Workspace;
-use crate::{forward, isa, pool};
+use crate::{backward, forward, isa, pool};
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs, RunError};
 use flashtile_core::isa::Isa;
 use flashtile_core::plan::{PlanOptions, Unsupported};
@@ -100,6 +101,49 @@ impl Cpu {
             Self::pool_threads()?;
         }
         forward::run(plan, inputs, outputs, workspace);
+        Ok(())
+    }
+}
+
+impl Cpu {
+    /// Plans the backward pass of a problem for this machine.
+    ///
+    /// # Errors
+    /// The errors of [`CpuBackwardPlan::new`].
+    pub fn plan_backward(
+        &self,
+        problem: &Problem,
+        options: PlanOptions,
+    ) -> Result<CpuBackwardPlan, Unsupported> {
+        CpuBackwardPlan::new(problem, &self.facts, options)
+    }
+
+    /// Computes the gradients of a loss with respect to the inputs of attention, as [`flashtile_core::gradients`] defines them. Uses no memory
+    /// beyond the workspace, except for lists of tasks and what the thread pool may queue. The contents of gradients and workspace are not
+    /// read.
+    ///
+    /// Equal inputs give equal bits, for any thread count and any options of the plan.
+    ///
+    /// # Errors
+    /// As [`Cpu::run`]. Nothing is written then.
+    pub fn run_backward(
+        &self,
+        plan: &CpuBackwardPlan,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), RunError> {
+        if !self.facts.isa.contains(plan.isa()) {
+            return Err(RunError::Machine { kernel: plan.kernel() });
+        }
+        gradients::check(plan.problem(), inputs, gradients)?;
+        if workspace.len() < plan.workspace_bytes() {
+            return Err(RunError::Workspace { needed: plan.workspace_bytes(), got: workspace.len() });
+        }
+        if plan.threads() > 1 {
+            Self::pool_threads()?;
+        }
+        backward::run(plan, inputs, gradients, workspace);
         Ok(())
     }
 }

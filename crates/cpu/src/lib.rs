@@ -10,6 +10,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod backward;
 pub mod cpu;
 mod forward;
 mod isa;

@@ -10,7 +10,9 @@ use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{Dims, Problem, ProblemDesc, QOffset, Visibility};
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut};
-use flashtile_testkit::{Rng, RunReport, Runner, RunnerError, catalogue, conformance};
+use flashtile_testkit::{
+    BackwardCase, Rng, RunReport, Runner, RunnerError, catalogue, conformance, seeded_case,
+};
 use half::bf16;
 
 /// Instruction sets whose products are emulated.
@@ -55,6 +57,30 @@ fn pairs_of_bf16_pass_every_case() {
     let runners = PAIRS.map(Emulated);
     let runners = runners.each_ref().map(|runner| runner as &dyn Runner);
     conformance(&cases, &runners, |result| assert!(result.result.is_ok(), "{result}"));
+}
+
+#[test]
+fn gradients_by_pairs_of_bf16_match_the_oracle() {
+    let mut cases: Vec<_> = catalogue().into_iter().filter(|case| case.desc.dtype == Dtype::BF16).collect();
+    cases.extend((0..40).map(seeded_case).filter(|case| case.desc.dtype == Dtype::BF16));
+    let mut count = 0;
+    for case in cases {
+        let prepared = BackwardCase::new(&case);
+        // Cached sequences have no gradients.
+        let Ok(prepared) = prepared else { continue };
+        for isa in PAIRS {
+            let plan = cpu(isa).plan_backward(prepared.problem(), PlanOptions::default()).unwrap();
+            let mut workspace = plan.workspace();
+            workspace.bytes_mut().fill(0xFF);
+            let answer = prepared.run_by(&plan.to_string(), |inputs, gradients| {
+                cpu(isa).run_backward(&plan, inputs, gradients, &mut workspace).map_err(|e| e.to_string())
+            });
+            let checked = answer.and_then(|answer| prepared.check(&answer));
+            checked.unwrap_or_else(|failure| panic!("{} on emulated {isa}: {failure}", case.name));
+            count += 1;
+        }
+    }
+    assert!(count > 100, "{count}");
 }
 
 /// Output bits. If asked, a row of v is NaN, there is a mask, or tiles are not skipped.

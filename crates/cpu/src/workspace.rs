@@ -68,6 +68,22 @@ impl Workspace {
     }
 }
 
+impl crate::plan::CpuBackwardPlan {
+    /// Allocates the workspace that a run of this plan needs, as [`Workspace::new`] does.
+    #[must_use]
+    pub fn workspace(&self) -> Workspace {
+        Workspace::new(self.workspace_bytes())
+    }
+
+    /// Allocates the workspace that a run of this plan needs.
+    ///
+    /// # Errors
+    /// [`WorkspaceError`] if there is no memory for it.
+    pub fn try_workspace(&self) -> Result<Workspace, WorkspaceError> {
+        Workspace::try_new(self.workspace_bytes())
+    }
+}
+
 impl crate::plan::CpuPlan {
     /// Allocates the workspace that a run of this plan needs, as [`Workspace::new`] does.
     #[must_use]

@@ -191,6 +191,16 @@ impl PairLanes for Avx512 {
         unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
     }
     #[inline(always)]
+    unsafe fn row_pairs(even: Self::V, odd: Self::V) -> Self::V {
+        unsafe {
+            // Both are 64 plain bytes. `even` is in the lower half, `odd` in the upper.
+            let both = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(odd, even));
+            let (even, odd) = (_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64::<1>(both));
+            let (low, high) = (_mm512_cvtepu16_epi32(even), _mm512_cvtepu16_epi32(odd));
+            _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32::<16>(high)))
+        }
+    }
+    #[inline(always)]
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
         unsafe {
             let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.cast()));
@@ -248,7 +258,7 @@ pub(super) mod f32_products {
         use crate::kernels::shared::products::f32_fma::F32;
         crate::isa::entry::entry_points!(any, Avx512, F32, "avx512f,avx512bw,avx512dq,avx512vl");
     }
-    pub(in crate::isa) use elements::LOOPS;
+    pub(in crate::isa) use elements::{LOOPS, backward_kernels};
 
     crate::isa::entry::code_entries!(byte_phases, Avx512, ByteCodes, "avx512f,avx512bw,avx512dq,avx512vl");
     crate::isa::entry::code_entries!(integer_phases, Avx512, Vnni, "avx512f,avx512bw,avx512dq,avx512vl");
@@ -266,7 +276,7 @@ pub(super) mod f32_products {
 
 /// AVX-512 with VNNI and VBMI.
 pub(super) mod vnni_products {
-    pub(in crate::isa) use super::f32_products::{LOOPS, vnni_kernels as kernels};
+    pub(in crate::isa) use super::f32_products::{LOOPS, backward_kernels, vnni_kernels as kernels};
 }
 
 /// AVX-512 with BF16. The macro `entry_points!` of `entry.rs` writes `kernels` and `LOOPS`.

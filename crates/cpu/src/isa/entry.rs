@@ -34,6 +34,7 @@ macro_rules! element_entries {
     ($module:ident, $S:ty, $P:ty, $features:tt, $E:ty, $R:ty) => {
         mod $module {
             use super::*;
+            use crate::kernels::backward::phases as backward;
             use crate::kernels::forward::phases;
             crate::isa::entry::entry! { $features
                 fn pack_keys(task: &ScoreTask<'_>, block: usize, columns: &Range<usize>) {
@@ -48,7 +49,12 @@ macro_rules! element_entries {
                 fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
                     <$P as StreamValues<$S>>::stream_values::<$E>(work, tile, columns)
                 }
+                fn pack_block(keys: &KeyState<'_>, block: usize, columns: &Range<usize>) {
+                    backward::pack_block::<$S, $P, $E, $R>(keys, block, columns)
+                }
+                fn pack_rows(tile: &TileState<'_>) { backward::pack_rows::<$S, $P, $E>(tile) }
             }
+            pub(super) const BACKWARD: PackPhases = PackPhases { block: pack_block, rows: pack_rows };
             pub(super) const SCORES: ScoresOf = ScoresOf { pack: pack_keys, stream: stream_scores };
             pub(super) const VALUES: ValuesOf = ValuesOf { pack: pack_values, stream: stream_values };
         }
@@ -124,6 +130,15 @@ macro_rules! entry_points {
             };
             with_elements(scores, values)
         }
+
+        /// The backward kernels of this instruction set for a dtype.
+        pub(in crate::isa) fn backward_kernels(dtype: Dtype) -> BackwardKernels {
+            match dtype {
+                Dtype::F32 => with_pack_phases(f32_elements::SCORES, f32_elements::BACKWARD),
+                Dtype::F16 => with_pack_phases(f16_elements::SCORES, f16_elements::BACKWARD),
+                Dtype::BF16 => with_pack_phases(bf16_elements::SCORES, bf16_elements::BACKWARD),
+            }
+        }
     };
     (pairs, $S:ty, $P:ty $(, $features:literal)?) => {
         crate::isa::entry::entry_points!(@common $S, $P, [$($features)?]);
@@ -134,6 +149,12 @@ macro_rules! entry_points {
         pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
             debug_assert!([k, v] == [Storage::Elements(Dtype::BF16); 2], "plans choose pairs for bf16 alone");
             with_elements(bf16_elements::SCORES, bf16_elements::VALUES)
+        }
+
+        /// The backward kernels of this instruction set, of bf16.
+        pub(in crate::isa) fn backward_kernels(dtype: Dtype) -> BackwardKernels {
+            debug_assert!(dtype == Dtype::BF16, "plans choose pairs for bf16 alone");
+            with_pack_phases(bf16_elements::SCORES, bf16_elements::BACKWARD)
         }
     };
     (@common $S:ty, $P:ty, $features:tt) => {
@@ -153,6 +174,14 @@ macro_rules! entry_points {
             fn finish(work: &TaskState<'_>, first: usize, rows: usize, state: &RowState) {
                 phases::finish::<$S>(work, first, rows, state)
             }
+            fn row_terms(cx: &Context<'_>, rows: Rows) { backward::row_terms::<$S>(cx, rows) }
+            fn d_scores(work: &TileState<'_>, tile: &Tile) { backward::d_scores::<$S, $P>(work, tile) }
+            fn add_products(work: &TileState<'_>, tile: &Tile, d_q: Operand) {
+                backward::add_products::<$S, $P>(work, tile, d_q)
+            }
+            fn store(to: &TensorViewMut<'_>, row: [usize; 3], src: *const f32, scale: f32) {
+                backward::store::<$S>(to, row, src, scale)
+            }
             fn peak_loop(rounds: u64) -> f32 { <$P as Products<$S>>::peak_loop(rounds) }
             fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::shared::loops::read_loop::<$S>(p, len) }
         }
@@ -164,14 +193,27 @@ macro_rules! entry_points {
             read: read_loop,
         };
 
+        fn score_kernels(scores: ScoresOf) -> ScoreKernels {
+            ScoreKernels { pack_queries, pack_keys: scores.pack, packed_scores, stream_scores: scores.stream }
+        }
+
+        fn with_pack_phases(scores: ScoresOf, pack: PackPhases) -> BackwardKernels {
+            BackwardKernels {
+                scores: score_kernels(scores),
+                configure,
+                d_k_factor: <$P as BackwardProducts<$S>>::d_k_factor,
+                row_terms,
+                pack_block: pack.block,
+                pack_rows: pack.rows,
+                d_scores,
+                add_products,
+                store,
+            }
+        }
+
         fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
             Kernels {
-                scores: ScoreKernels {
-                    pack_queries,
-                    pack_keys: scores.pack,
-                    packed_scores,
-                    stream_scores: scores.stream,
-                },
+                scores: score_kernels(scores),
                 key_steps: products::key_steps::<$S, $P>(),
                 code_phases: &[],
                 configure,
@@ -191,6 +233,11 @@ pub(super) use entry_points;
 /// The names that [`entry_points`] uses.
 pub(super) mod entry_imports {
     pub(in crate::isa) use super::{ScoresOf, ValuesOf};
+    pub(in crate::isa) use crate::kernels::backward::operands::BackwardProducts;
+    pub(in crate::isa) use crate::kernels::backward::phases as backward;
+    pub(in crate::isa) use crate::kernels::backward::state::{
+        BackwardKernels, Context, KeyState, Operand, PackPhases, TileState,
+    };
     pub(in crate::isa) use crate::kernels::forward::phases;
     pub(in crate::isa) use crate::kernels::forward::products::stream_values::StreamValues;
     pub(in crate::isa) use crate::kernels::forward::state::{Fold, Kernels, RowState, Storage, TaskState};
@@ -200,7 +247,9 @@ pub(super) mod entry_imports {
     pub(in crate::isa) use crate::kernels::shared::products::{self, Products};
     pub(in crate::isa) use crate::kernels::shared::score_task::{ScoreTask, Tile};
     pub(in crate::isa) use crate::kernels::shared::scores::ScoreKernels;
+    pub(in crate::isa) use crate::plan::Rows;
     pub(in crate::isa) use crate::simd::{Bf16, Double, F16, Single};
     pub(in crate::isa) use flashtile_core::dtype::Dtype;
+    pub(in crate::isa) use flashtile_core::tensor::TensorViewMut;
     pub(in crate::isa) use std::ops::Range;
 }

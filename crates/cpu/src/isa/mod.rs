@@ -17,10 +17,12 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
+use crate::kernels::backward::state::BackwardKernels;
 use crate::kernels::forward::state::{Kernels, Storage};
 use crate::kernels::shared::loops::Loops;
 use crate::plan::CpuFacts;
 use crate::pool;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::{Isa, IsaToken};
 use std::sync::OnceLock;
 
@@ -64,6 +66,11 @@ macro_rules! of_isa {
 /// The kernels of an instruction set that the machine is known to have, for the storage of keys and of values.
 pub(super) fn kernels(isa: Isa, k: Storage, v: Storage) -> Kernels {
     of_isa!(isa, kernels(k, v))
+}
+
+/// The backward kernels of an instruction set that the machine is known to have, for a dtype.
+pub(super) fn backward_kernels(isa: Isa, dtype: Dtype) -> BackwardKernels {
+    of_isa!(isa, backward_kernels(dtype))
 }
 
 /// The measuring loops of an instruction set that the machine is known to have.

@@ -236,6 +236,10 @@ mod emulated {
             let at = |i: usize| bf16::from_f32(if i < 16 { low[i] } else { high[i - 16] }).to_bits();
             from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
         }
+        unsafe fn row_pairs(even: Self::V, odd: Self::V) -> Self::V {
+            let bits = |x| u32::from(bf16::from_f32(x).to_bits());
+            from_fn(|i| f32::from_bits(bits(even[i]) | bits(odd[i]) << 16))
+        }
         unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
             for i in 0..16 {
                 // SAFETY: the caller's contract.

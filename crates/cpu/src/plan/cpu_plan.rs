@@ -46,7 +46,7 @@ pub(crate) struct MaskTileShape {
 }
 
 impl MaskTileShape {
-    fn bytes(&self) -> Option<usize> {
+    pub(super) fn bytes(&self) -> Option<usize> {
         self.planes.checked_mul(self.q_tiles)?.checked_mul(self.k_blocks)
     }
 }
@@ -146,16 +146,7 @@ impl CpuPlan {
             mask_tile_shape: None,
             workspace_bytes: 0,
         };
-        if problem.desc().mask.is_some() {
-            let [planes, heads, q_len, kv_len] = problem.mask_shape();
-            // An axis of 0 may be broadcast from 1.
-            plan.mask_tile_shape = Some(MaskTileShape {
-                tile_q: MASK_TILE_Q,
-                planes: planes.max(1).checked_mul(heads).ok_or_else(overflow)?,
-                q_tiles: q_len.div_ceil(MASK_TILE_Q).max(1),
-                k_blocks: kv_len.div_ceil(BLOCK_K).max(1),
-            });
-        }
+        plan.mask_tile_shape = mask_tile_shape(problem, BLOCK_K).ok_or_else(overflow)?;
         plan.parts = parts;
         plan.workspace_bytes = plan.size().filter(|&n| isize::try_from(n).is_ok()).ok_or_else(overflow)?;
         Ok(plan)
@@ -337,6 +328,22 @@ fn plan_name(problem: &Problem, isa: Isa) -> String {
     format!("cpu-{op}-{}-d{}{value}{codecs}-{isa}", problem.dtype(), d.head_dim)
 }
 
+/// Shape of the table of mask tiles of a problem, `Some(None)` if it has no mask; `None` if its size overflows.
+#[allow(clippy::option_option, reason = "two answers: no table, and no size")]
+pub(super) fn mask_tile_shape(problem: &Problem, block_k: usize) -> Option<Option<MaskTileShape>> {
+    if problem.desc().mask.is_none() {
+        return Some(None);
+    }
+    let [planes, heads, q_len, kv_len] = problem.mask_shape();
+    // An axis of 0 may be broadcast from 1.
+    Some(Some(MaskTileShape {
+        tile_q: MASK_TILE_Q,
+        planes: planes.max(1).checked_mul(heads)?,
+        q_tiles: q_len.div_ceil(MASK_TILE_Q).max(1),
+        k_blocks: kv_len.div_ceil(block_k).max(1),
+    }))
+}
+
 /// The problem over each storage that some of its keys are read from, codes first; empty if no tokens are kept in 16 bits.
 fn parts(problem: &Problem) -> Vec<Problem> {
     if problem.desc().kept.is_none() {
@@ -400,7 +407,7 @@ pub(crate) const fn register_tile(isa: Isa) -> RegisterTile {
 
 /// Upper bound of the f32 in a row of packed queries or keys: whole steps of the matrix unit if tiles are multiplied. Pairs of bf16 in
 /// vectors take half as many.
-const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
+pub(super) const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     match isa {
         Isa::Amx => head_dim.div_ceil(2).next_multiple_of(16),
         Isa::Portable | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => head_dim,

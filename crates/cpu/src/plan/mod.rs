@@ -9,6 +9,8 @@
 //! Rows are (position, head of the GQA group) pairs ordered by position, so that all query heads of a GQA group share each packed block and
 //! neighbouring rows see nearly the same keys. The module `schedule` makes the tasks.
 
+mod backward_plan;
+mod backward_schedule;
 mod cpu_plan;
 mod facts;
 pub mod machines;
@@ -16,6 +18,9 @@ mod planner;
 mod schedule;
 mod sizes;
 
+pub(crate) use backward_plan::BackwardLayout;
+pub use backward_plan::CpuBackwardPlan;
+pub(crate) use backward_schedule::{BackwardReduction, BackwardTask, BiasTask, DqTarget};
 pub use cpu_plan::{CpuPlan, isa_for};
 pub(crate) use cpu_plan::{MaskTileShape, register_tile};
 pub use facts::CpuFacts;

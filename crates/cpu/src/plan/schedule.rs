@@ -443,7 +443,7 @@ fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
 
 /// The cost of a split if whole tasks would keep threads waiting for more than a tenth of the time, or are too few to even out other load
 /// on the machine; `None` if tasks stay whole.
-fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
+pub(super) fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
     let (mut total, mut max, mut count) = (0u64, 0u64, 0);
     for cost in costs.clone() {
         (total, max, count) = (total + cost, max.max(cost), count + 1);

@@ -106,7 +106,7 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
         let probs = work.task.memory.scores.at(r, 0);
         let columns = key_steps::<S, P>().whole(&tile.columns);
         for c in (0..work.stride).step_by(S::LANES) {
-            let mut chain = P::chain();
+            let mut chain = P::chain_from(S::splat(0.0));
             for at in columns.start / unit..columns.end / unit {
                 let mut keep = 0u32;
                 for half in 0..unit {

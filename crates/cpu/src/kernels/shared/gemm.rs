@@ -1,4 +1,5 @@
-//! The micro-kernel of vectors: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
+//! The micro-kernel of vectors: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers. `A` may be stored transposed,
+//! `[depth, rows]`.
 //!
 //! [`F32`](super::products::f32_fma::F32) and [`Bf16Pairs`](super::products::bf16_pairs::Bf16Pairs) compute both products of packed operands
 //! with it, and `F32` also `p . v` with values in place. Scores with keys in place repeat its chain ([`stream`](super::stream)). The matrix
@@ -10,6 +11,7 @@
 
 #![allow(unsafe_code)]
 
+use super::mat::Mat;
 use super::operands::{Operands, RunOf, Source};
 use crate::simd::Simd;
 use std::hint::black_box;
@@ -33,12 +35,14 @@ pub(crate) trait MulAdd<S: Simd> {
     unsafe fn measured_step(chain: S::V, a: S::V, b: S::V) -> S::V;
 }
 
-/// `R` rows of `N` vectors.
+/// `R` rows of `N` vectors; `A` is transposed if `T`.
 ///
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
-unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize>(m: Operands<B>) {
+unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const T: bool, const R: usize, const N: usize>(
+    m: Operands<B>,
+) {
     // SAFETY: the contract of `gemm`, for R rows and N vectors.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; R];
@@ -52,7 +56,7 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
         // One opaque pointer per row, and one index: otherwise compilers go from row to row by adding the stride, at every step. Streams
         // step one pointer, because the conversion of `B` needs the registers.
         let mut rows_of_a = [m.a.at(0, 0); R];
-        if !B::STREAMS {
+        if !B::STREAMS && !T {
             for r in 1..R {
                 rows_of_a[r] = black_box(m.a.at(r, 0));
             }
@@ -66,7 +70,13 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                     row[n] = B::load::<S>(b.add(n * S::LANES));
                 }
                 for r in 0..R {
-                    let x = S::splat(*if B::STREAMS { a.add(r * m.a.ld()) } else { rows_of_a[r].add(k) });
+                    let x = S::splat(*if T {
+                        a.add(r)
+                    } else if B::STREAMS {
+                        a.add(r * m.a.ld())
+                    } else {
+                        rows_of_a[r].add(k)
+                    });
                     for n in 0..N {
                         acc[r][n] = M::mul_add(x, row[n], acc[r][n]);
                     }
@@ -76,7 +86,7 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                         S::prefetch(b.cast::<u8>().wrapping_add(ahead + 64 * line));
                     }
                 }
-                (a, k) = (a.add(1), k + 1);
+                (a, k) = (a.wrapping_add(if T { m.a.ld() } else { 1 }), k + 1);
                 b = b.wrapping_add(m.b.ld());
             }
         }
@@ -93,28 +103,31 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
-unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands<B>) {
+unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const T: bool, const N: usize>(mut m: Operands<B>) {
     const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the contract of `gemm`, for N vectors.
     unsafe {
+        let after = |m: &Operands<B>, rows: usize| {
+            (if T { m.a.from(0, rows) } else { m.a.from(rows, 0) }, m.c.from(rows, 0))
+        };
         // Two vectors leave registers for two more rows, which share the conversion of `B`.
         while B::STREAMS && S::REGISTERS == 32 && N <= 2 && m.c.rows() >= 8 {
-            micro::<S, M, B, 8, N>(m);
-            (m.a, m.c) = (m.a.from(8, 0), m.c.from(8, 0));
+            micro::<S, M, B, T, 8, N>(m);
+            (m.a, m.c) = after(&m, 8);
         }
         while m.c.rows() >= S::ROWS {
             match S::ROWS {
-                6 => micro::<S, M, B, 6, N>(m),
-                _ => micro::<S, M, B, 4, N>(m),
+                6 => micro::<S, M, B, T, 6, N>(m),
+                _ => micro::<S, M, B, T, 4, N>(m),
             }
-            (m.a, m.c) = (m.a.from(S::ROWS, 0), m.c.from(S::ROWS, 0));
+            (m.a, m.c) = after(&m, S::ROWS);
         }
         match m.c.rows() {
-            5 if S::ROWS > 5 => micro::<S, M, B, 5, N>(m),
-            4 if S::ROWS > 4 => micro::<S, M, B, 4, N>(m),
-            3 => micro::<S, M, B, 3, N>(m),
-            2 => micro::<S, M, B, 2, N>(m),
-            1 => micro::<S, M, B, 1, N>(m),
+            5 if S::ROWS > 5 => micro::<S, M, B, T, 5, N>(m),
+            4 if S::ROWS > 4 => micro::<S, M, B, T, 4, N>(m),
+            3 => micro::<S, M, B, T, 3, N>(m),
+            2 => micro::<S, M, B, T, 2, N>(m),
+            1 => micro::<S, M, B, T, 1, N>(m),
             _ => {}
         }
     }
@@ -127,15 +140,35 @@ unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands
 /// a stream together), and the columns of `C`.
 #[inline(always)]
 pub(crate) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {
-    debug_assert!(m.c.rows() <= m.a.rows() && m.c.cols().is_multiple_of(S::LANES));
-    debug_assert!(m.c.cols() <= S::VECTORS * S::LANES);
+    debug_assert!(m.c.rows() <= m.a.rows());
+    // SAFETY: the caller's contract.
+    unsafe { vectors::<S, M, B, false>(m) }
+}
+
+/// [`gemm`] with `A` stored transposed: element `(row, k)` is `m.a.at(k, row)`. `A` has at least as many columns as `C` has rows, and `B` as
+/// many rows as `A`.
+///
+/// # Safety
+/// As [`gemm`].
+#[inline(always)]
+pub(crate) unsafe fn gemm_transposed<S: Simd, M: MulAdd<S>>(m: Operands<Mat>) {
+    debug_assert!(m.c.rows() <= m.a.cols() && m.a.rows() == m.b.rows());
+    // SAFETY: the caller's contract.
+    unsafe { vectors::<S, M, Mat, true>(m) }
+}
+
+/// # Safety
+/// As [`gemm`] or [`gemm_transposed`].
+#[inline(always)]
+unsafe fn vectors<S: Simd, M: MulAdd<S>, B: Source, const T: bool>(m: Operands<B>) {
+    debug_assert!(m.c.cols().is_multiple_of(S::LANES) && m.c.cols() <= S::VECTORS * S::LANES);
     // SAFETY: the caller's contract.
     unsafe {
         match m.c.cols() / S::LANES {
-            4 if S::VECTORS == 4 => rows::<S, M, B, 4>(m),
-            3 if S::VECTORS == 4 => rows::<S, M, B, 3>(m),
-            2 => rows::<S, M, B, 2>(m),
-            1 => rows::<S, M, B, 1>(m),
+            4 if S::VECTORS == 4 => rows::<S, M, B, T, 4>(m),
+            3 if S::VECTORS == 4 => rows::<S, M, B, T, 3>(m),
+            2 => rows::<S, M, B, T, 2>(m),
+            1 => rows::<S, M, B, T, 1>(m),
             _ => {}
         }
     }

@@ -36,15 +36,24 @@ pub(crate) struct ScoreKernels {
 
 /// f32 in a row of packed queries or keys.
 #[inline(always)]
-fn depth<S: Simd, P: Products<S>>(head_dim: usize) -> usize {
+pub(crate) fn depth<S: Simd, P: Products<S>>(head_dim: usize) -> usize {
     head_dim.div_ceil(P::PER_F32).next_multiple_of(P::DEPTH_STEP)
 }
 
 /// Panels of keys that hold some columns of a block.
 #[inline(always)]
-fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
+pub(crate) fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
     let width = S::VECTORS * S::LANES;
     columns.start / width..columns.end.div_ceil(width)
+}
+
+/// The columns of a panel, counted from its first, whose vectors hold some columns of a block.
+#[inline(always)]
+pub(crate) fn panel_columns<S: Simd, P: Products<S>>(columns: &Range<usize>, panel: usize) -> Range<usize> {
+    let (width, step) = (S::VECTORS * S::LANES, P::PER_F32 * S::LANES);
+    let first = panel * width;
+    let start = (columns.start.max(first) - first) / step * step;
+    start..(columns.end.min(first + width) - first).next_multiple_of(step)
 }
 
 impl ScoreTask<'_> {
@@ -167,12 +176,10 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(task: &ScoreTask<'_>, block: usize,
 #[inline(always)]
 pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(task: &ScoreTask<'_>, tile: &Tile) {
     let depth = depth::<S, P>(task.head_dim());
-    let (width, step) = (S::VECTORS * S::LANES, P::PER_F32 * S::LANES);
+    let width = S::VECTORS * S::LANES;
     for panel in panels::<S>(&tile.columns) {
-        // Only the vectors of the panel that the tile has columns in.
         let first = panel * width;
-        let start = (tile.columns.start.max(first) - first) / step * step;
-        let end = (tile.columns.end.min(first + width) - first).next_multiple_of(step);
+        let Range { start, end } = panel_columns::<S, P>(&tile.columns, panel);
         // SAFETY: rows of the task; the score tile holds block_k columns of each row.
         unsafe {
             let keys = Mat::new(task.memory.packed_k.add(first * depth), width, depth, width);

@@ -50,7 +50,9 @@ pub(crate) fn from_log2(x: f64) -> f64 {
     magnitude.min(f64::from(f32::MAX)).copysign(x)
 }
 
-static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+/// Index of each lane.
+pub(crate) static LANE_INDEX: [f32; 16] =
+    [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
 /// An element of a mask in memory.
 trait MaskElem: Copy {

@@ -115,6 +115,12 @@ impl<S: MatrixUnit> Products<S> for Amx {
         // SAFETY: the caller's contract.
         unsafe { multiply::<S>(operands) }
     }
+    /// The rows of `C` are whole tiles.
+    #[inline(always)]
+    unsafe fn multiply_transposed(operands: Operands<Mat>) {
+        // SAFETY: the caller's contract.
+        unsafe { multiply_transposed::<S>(operands) }
+    }
     #[inline(always)]
     unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
@@ -137,10 +143,10 @@ impl<S: MatrixUnit> Products<S> for Amx {
         unsafe { exp_row_to_pairs::<S>(row, columns, scale, neg_max) }
     }
     #[inline(always)]
-    unsafe fn chain() -> TileChain<S::V> {
+    unsafe fn chain_from(start: S::V) -> TileChain<S::V> {
         // SAFETY: the caller's contract.
         let zero = unsafe { S::splat(0.0) };
-        TileChain { sum: zero, halves: [zero; 2] }
+        TileChain { sum: start, halves: [zero; 2] }
     }
     #[inline(always)]
     unsafe fn add_to_chain(chain: &mut TileChain<S::V>, at: usize, probs: S::V, values: S::V) {
@@ -206,6 +212,47 @@ unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
                     (_, 1) => S::product::<2, 1>(steps, at(r, n)),
                     _ => S::product::<2, 2>(steps, at(r, n)),
                 }
+            }
+        }
+    }
+}
+
+/// Steps of the depth that [`multiply_transposed`] transposes at a time.
+const TRANSPOSED_STEPS: usize = 4;
+
+/// [`Products::multiply_transposed`]: rows of tiles of `A` are transposed to a buffer, a few steps of the depth at a time.
+///
+/// # Safety
+/// The contract of [`Products::multiply_transposed`] holds, and `C` has whole tiles of rows.
+#[inline(always)]
+unsafe fn multiply_transposed<S: MatrixUnit>(m: Operands<Mat>) {
+    const WIDTH: usize = TRANSPOSED_STEPS * TILE;
+    debug_assert!(m.a.rows().is_multiple_of(TILE) && m.c.rows().is_multiple_of(TILE));
+    let mut buffer = [0.0f32; 2 * TILE * WIDTH];
+    for row in (0..m.c.rows()).step_by(2 * TILE) {
+        let rows = (m.c.rows() - row).min(2 * TILE);
+        for first in (0..m.a.rows()).step_by(WIDTH) {
+            let depth = (m.a.rows() - first).min(WIDTH);
+            // SAFETY: the caller's contract; the buffer holds two tiles of rows of WIDTH.
+            unsafe {
+                for (r, k) in
+                    (0..rows).step_by(LINES).flat_map(|r| (0..depth).step_by(TILE).map(move |k| (r, k)))
+                {
+                    let mut from = [m.a.at(0, 0); TILE];
+                    for i in 0..TILE {
+                        from[i] = m.a.at(first + k + i, row + r);
+                    }
+                    let lines = S::transpose::<f32>(from);
+                    for c in 0..LINES {
+                        S::store(buffer.as_mut_ptr().add((r + c) * WIDTH + k), lines[c]);
+                    }
+                }
+                multiply::<S>(Operands {
+                    a: Mat::new(buffer.as_ptr(), WIDTH, 2 * TILE, depth),
+                    b: m.b.from(first, 0).first(depth, m.b.cols()),
+                    c: m.c.from(row, 0).first(rows, m.c.cols()),
+                    resume: m.resume || first > 0,
+                });
             }
         }
     }

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::Products;
-use crate::kernels::shared::gemm::{MulAdd, gemm};
+use crate::kernels::shared::gemm::{MulAdd, gemm, gemm_transposed};
 use crate::kernels::shared::loops;
 use crate::kernels::shared::mat::{Mat, MatMut};
 use crate::kernels::shared::matrix_unit::MatrixUnitGuard;
@@ -26,6 +26,8 @@ pub(crate) trait PairLanes: Simd {
     unsafe fn dot(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `2 * LANES` f32 rounded to bf16, as pairs in order.
     unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V;
+    /// `LANES` pairs of an f32 of `even` and the same lane of `odd`, rounded to bf16.
+    unsafe fn row_pairs(even: Self::V, odd: Self::V) -> Self::V;
     /// Stores pairs of the `LANES` bf16 at `even` and `odd`.
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32);
 }
@@ -77,6 +79,11 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
+    unsafe fn multiply_transposed(operands: Operands<Mat>) {
+        // SAFETY: the caller's contract.
+        unsafe { gemm_transposed::<S, Self>(operands) }
+    }
+    #[inline(always)]
     unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
@@ -98,9 +105,8 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { exp_row_to_pairs::<S>(row, columns, scale, neg_max) }
     }
     #[inline(always)]
-    unsafe fn chain() -> S::V {
-        // SAFETY: the caller's contract.
-        unsafe { S::splat(0.0) }
+    unsafe fn chain_from(start: S::V) -> S::V {
+        start
     }
     #[inline(always)]
     unsafe fn add_to_chain(chain: &mut S::V, _: usize, probs: S::V, values: S::V) {
@@ -164,7 +170,12 @@ pub(super) unsafe fn interleave_values<S: PairLanes>(
 /// # Safety
 /// The contract of [`Simd`] holds; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
 #[inline(always)]
-unsafe fn interleave_row<S: PairLanes>(even: *const u16, odd: *const u16, len: usize, dst: *mut f32) {
+pub(crate) unsafe fn interleave_row<S: PairLanes>(
+    even: *const u16,
+    odd: *const u16,
+    len: usize,
+    dst: *mut f32,
+) {
     // SAFETY: the caller's contract.
     unsafe {
         let mut c = 0;

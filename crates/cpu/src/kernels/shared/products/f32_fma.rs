@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::Products;
-use crate::kernels::shared::gemm::{MulAdd, gemm};
+use crate::kernels::shared::gemm::{MulAdd, gemm, gemm_transposed};
 use crate::kernels::shared::loops;
 use crate::kernels::shared::mat::{Mat, MatMut};
 use crate::kernels::shared::matrix_unit::MatrixUnitGuard;
@@ -62,6 +62,11 @@ impl<S: Simd> Products<S> for F32 {
         unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
+    unsafe fn multiply_transposed(operands: Operands<Mat>) {
+        // SAFETY: the caller's contract.
+        unsafe { gemm_transposed::<S, Self>(operands) }
+    }
+    #[inline(always)]
     unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
         first: usize,
@@ -93,9 +98,8 @@ impl<S: Simd> Products<S> for F32 {
         }
     }
     #[inline(always)]
-    unsafe fn chain() -> S::V {
-        // SAFETY: the caller's contract.
-        unsafe { S::splat(0.0) }
+    unsafe fn chain_from(start: S::V) -> S::V {
+        start
     }
     #[inline(always)]
     unsafe fn add_to_chain(chain: &mut S::V, _: usize, probs: S::V, values: S::V) {

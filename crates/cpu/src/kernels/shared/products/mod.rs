@@ -67,6 +67,9 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// has the same bits in products of any shape.
     unsafe fn multiply(operands: Operands<Mat>);
 
+    /// [`Products::multiply`] with `A` stored transposed, `[depth, rows]`. Its depth is a multiple of [`Products::DEPTH_STEP`].
+    unsafe fn multiply_transposed(operands: Operands<Mat>);
+
     /// Scores of few rows with the keys `first + columns`, read in place; `memory` was prepared for the queries of `scores`.
     unsafe fn stream_scores<R: LaneFormat>(
         keys: HeadRows<'_>,
@@ -84,8 +87,8 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// Returns the sum lane by lane.
     unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, neg_max: S::V) -> S::V;
 
-    /// A sum of no keys.
-    unsafe fn chain() -> Self::Chain;
+    /// A sum that continues from `start`.
+    unsafe fn chain_from(start: S::V) -> Self::Chain;
 
     /// Adds the products of packed probabilities, of f32 `at` of their row, and packed values, in the order of [`Products::multiply`].
     unsafe fn add_to_chain(chain: &mut Self::Chain, at: usize, probs: S::V, values: S::V);
