@@ -9,6 +9,7 @@
 )]
 
 mod backend;
+mod backward;
 mod cache;
 mod cached;
 mod conformance;

@@ -11,6 +11,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod backward;
 #[cfg(any(feature = "cuda", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
 mod banded;
 #[cfg(feature = "gpu")]
@@ -35,6 +36,7 @@ mod sets;
 #[cfg(feature = "simulator")]
 mod simulator;
 
+pub use backward::{BackwardCase, GradientAnswer};
 #[cfg(feature = "gpu")]
 pub use cache_twins::CacheTwins;
 pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
