@@ -37,6 +37,20 @@ pub struct BackwardInputs<'a> {
     pub d_lse: Option<&'a [f32]>,
 }
 
+impl<'a> BackwardInputs<'a> {
+    /// Inputs of a loss that depends on `out` alone, of the forward run without masks, ALiBi slopes or sinks, which are public fields of
+    /// `forward`: q, k and v, then the run's `out` and `lse`, and `d_out`.
+    #[must_use]
+    pub const fn new(
+        [q, k, v]: [TensorView<'a>; 3],
+        out: TensorView<'a>,
+        lse: &'a [f32],
+        d_out: TensorView<'a>,
+    ) -> Self {
+        Self { forward: Inputs::new(q, k, v), out, lse, d_out, d_lse: None }
+    }
+}
+
 /// Tensors that a backward run writes: gradients of the loss with respect to the inputs. Contents before the run are never read. Every
 /// element is written.
 #[derive(Debug)]

@@ -73,7 +73,7 @@ pub(crate) fn run(
     // plan's size; a range of rows, a task and a reduction run once, and write disjoint rows and slots; each phase reads what earlier ones
     // have written.
     unsafe {
-        for_each(&plan.row_ranges(), plan.threads(), enter, |range, _| (cx.kernels.row_terms)(&cx, *range));
+        for_each(plan.row_ranges(), plan.threads(), enter, |range, _| (cx.kernels.row_terms)(&cx, *range));
         for level in plan.levels() {
             for_each(&level.tasks, workers, enter, |unit, worker| task(&cx, unit, scratch.of(worker)));
             for_each(&level.reductions, workers, enter, |unit, _| reduce(&cx, unit));

@@ -126,8 +126,8 @@ impl BackwardCase {
             }
             to
         };
+        self.d_lse = from.d_lse.as_ref().map(&list);
         self.lse = list(&from.lse);
-        self.d_lse = from.d_lse.as_ref().map(list);
     }
 
     /// The problem.

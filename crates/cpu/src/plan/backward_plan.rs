@@ -69,6 +69,7 @@ pub struct CpuBackwardPlan {
     isa: Isa,
     threads: usize,
     schedule: BackwardSchedule,
+    row_ranges: Vec<Rows>,
     layout: BackwardLayout,
     mask_tile_shape: Option<MaskTileShape>,
     workspace: WorkspaceParts,
@@ -148,6 +149,7 @@ impl CpuBackwardPlan {
             isa,
             threads,
             schedule,
+            row_ranges: row_ranges(problem),
             layout,
             mask_tile_shape: mask_tile_shape(problem, BLOCK_K).ok_or_else(overflow)?,
             workspace: WorkspaceParts { scratch: 0, rows: 0, slope_sums: 0, slots: 0, mask_tiles: 0 },
@@ -186,19 +188,9 @@ impl CpuBackwardPlan {
         &self.schedule.levels
     }
 
-    /// Rows of all key/value heads, in ranges of tiles.
-    pub(crate) fn row_ranges(&self) -> Vec<Rows> {
-        let dims = self.problem.dims();
-        let of = |(sequence, s): (usize, &Sequence)| {
-            let count = s.q_len * dims.gqa_group();
-            let firsts = (0..count).step_by(4 * TILE_ROWS);
-            let rows = move |first: usize| (first, (4 * TILE_ROWS).min(count - first));
-            let of_head = move |kv_head| {
-                firsts.clone().map(rows).map(move |(first, count)| Rows { sequence, kv_head, first, count })
-            };
-            (0..dims.kv_heads).flat_map(of_head)
-        };
-        self.problem.sequences().iter().enumerate().flat_map(of).collect()
+    /// Rows of all key/value heads, in ranges of a few tiles.
+    pub(crate) fn row_ranges(&self) -> &[Rows] {
+        &self.row_ranges
     }
 
     /// Tasks of the gradient of a mask of some shape.
@@ -326,6 +318,21 @@ fn kernel_name(problem: &Problem, isa: Isa) -> String {
     let d = problem.dims();
     let value = if d.value_dim == d.head_dim { String::new() } else { format!("x{}", d.value_dim) };
     format!("cpu-backward-{}-d{}{value}-{isa}", problem.dtype(), d.head_dim)
+}
+
+/// Rows of all key/value heads, in ranges of a few tiles.
+fn row_ranges(problem: &Problem) -> Vec<Rows> {
+    const STEP: usize = 4 * TILE_ROWS;
+    let dims = problem.dims();
+    let of = |(sequence, s): (usize, &Sequence)| {
+        let count = s.q_len * dims.gqa_group();
+        let of_head = move |kv_head| {
+            let firsts = (0..count).step_by(STEP);
+            firsts.map(move |first| Rows { sequence, kv_head, first, count: STEP.min(count - first) })
+        };
+        (0..dims.kv_heads).flat_map(of_head)
+    };
+    problem.sequences().iter().enumerate().flat_map(of).collect()
 }
 
 /// Keys of a chunk of a sequence.
