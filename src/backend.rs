@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
@@ -119,6 +120,19 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn compute(&self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         self.session(PlanOptions::default())?.compute(desc, inputs, outputs)
     }
+
+    /// Plans the backward pass of a description and runs it once.
+    ///
+    /// # Errors
+    /// As [`HostSession::backward`].
+    fn backward(
+        &self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        self.session(PlanOptions::default())?.backward(desc, inputs, gradients)
+    }
 }
 
 /// Attention over tensors of the host, with plans and memory that are kept from call to call.
@@ -129,6 +143,20 @@ pub trait HostSession: fmt::Debug + Send {
     /// [`Error::Problem`](crate::Error::Problem), [`Error::Unsupported`](crate::Error::Unsupported),
     /// [`Error::Run`](crate::Error::Run), [`Error::Memory`](crate::Error::Memory), and the errors of the device.
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()>;
+
+    /// Computes the gradients of a description, and returns when they are in `gradients`.
+    ///
+    /// # Errors
+    /// As [`HostSession::compute`]; [`Unsupported::Backward`] where the backend has no backward kernels.
+    fn backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        let _ = (desc, inputs, gradients);
+        Err(Unsupported::Backward { why: "the backend has no backward kernels" }.into())
+    }
 }
 
 /// A plan with its tensors, to be run again and again. Outputs are of the shapes that [`Backend::timed`] was given.

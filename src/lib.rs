@@ -15,7 +15,7 @@ mod presence;
 mod runner;
 mod step;
 
-pub use attention::{Attention, SequencesRef, attention, attention_probs, attention_vec};
+pub use attention::{Attention, SequencesRef, attention, attention_backward, attention_probs, attention_vec};
 pub use backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
 pub use backend_name::BackendName;
 pub use choice::Choice;
@@ -29,6 +29,7 @@ pub use flashtile_core::cache::{
 };
 pub use flashtile_core::codec::{Codec, KvView, key_factors, key_mean};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
+pub use flashtile_core::gradients::{BackwardInputs, Gradients};
 /// The crate of the scalar types `f16` and `bf16`, in the version whose types are [`Element`]s.
 ///
 /// ```
@@ -46,7 +47,7 @@ pub use flashtile_core::problem::{
 pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError};
 pub use flashtile_cpu::cpu::Cpu;
 pub use flashtile_cpu::merge::{AttentionState, MergeError, merge};
-pub use flashtile_cpu::plan::CpuPlan;
+pub use flashtile_cpu::plan::{CpuBackwardPlan, CpuPlan};
 pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 #[cfg(feature = "cuda")]
 pub use flashtile_cuda::plan::CudaPlan;
@@ -86,6 +87,8 @@ pub mod cache {
     pub use flashtile_core::codec::Codec;
 }
 
+#[doc(inline)]
+pub use flashtile_core::gradients;
 #[doc(hidden)]
 pub use flashtile_core::human;
 #[doc(inline)]

@@ -1,11 +1,12 @@
 //! Plans and workspace, kept from call to call.
 
 use crate::error::{Error, Result};
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::ProblemDesc;
 use flashtile_cpu::cpu::Cpu;
-use flashtile_cpu::plan::CpuPlan;
+use flashtile_cpu::plan::{CpuBackwardPlan, CpuPlan};
 use flashtile_cpu::workspace::Workspace;
 use std::cell::Cell;
 
@@ -39,6 +40,8 @@ pub struct Runner {
     options: PlanOptions,
     /// Most recently used first.
     plans: Vec<CpuPlan>,
+    /// Likewise.
+    backward_plans: Vec<CpuBackwardPlan>,
     workspace: Workspace,
 }
 
@@ -57,6 +60,7 @@ impl Runner {
             follows_pool: false,
             options: PlanOptions::default(),
             plans: Vec::new(),
+            backward_plans: Vec::new(),
             workspace: Workspace::new(0),
         }
     }
@@ -65,7 +69,7 @@ impl Runner {
     #[must_use]
     pub fn with_options(mut self, options: PlanOptions) -> Self {
         self.options = options;
-        self.plans.clear();
+        self.forget_plans();
         self
     }
 
@@ -84,6 +88,47 @@ impl Runner {
     pub fn run(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         self.plan(desc)?;
         self.run_found(inputs, outputs)
+    }
+
+    /// Plans the backward pass of a description, or finds the plan of an earlier call.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] or [`Error::Unsupported`].
+    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&CpuBackwardPlan> {
+        self.follow_pool();
+        let found = self.backward_plans.iter().position(|plan| plan.problem().desc() == desc);
+        let last = match found {
+            Some(at) => at,
+            None => {
+                let plan = self.cpu.plan_backward(&desc.clone().validate()?, self.options)?;
+                self.backward_plans.truncate(MAX_PLANS - 1);
+                self.backward_plans.push(plan);
+                self.backward_plans.len() - 1
+            }
+        };
+        self.backward_plans[..=last].rotate_right(1);
+        Ok(&self.backward_plans[0])
+    }
+
+    /// Computes the gradients of a description. `inputs` and `gradients` are as for [`Cpu::run_backward`].
+    ///
+    /// # Errors
+    /// As [`Runner::run`]. Nothing is written then.
+    pub fn run_backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        let bytes = self.plan_backward(desc)?.workspace_bytes();
+        let plan = &self.backward_plans[0];
+        if self.workspace.len() < bytes {
+            // Tensors that are refused cost no memory.
+            gradients::check(plan.problem(), inputs, gradients)?;
+            self.workspace = Workspace::new(0);
+            self.workspace = plan.try_workspace()?;
+        }
+        self.cpu.run_backward(plan, inputs, gradients, &mut self.workspace).map_err(Error::Run)
     }
 
     /// Checks everything that [`Runner::run`] would refuse, and allocates what it needs, without computing: a caller that writes new rows to
@@ -122,8 +167,23 @@ impl Runner {
 
     /// Gives back the memory of plans and workspace.
     pub fn clear(&mut self) {
-        self.plans = Vec::new();
+        self.forget_plans();
         self.workspace = Workspace::new(0);
+    }
+
+    fn forget_plans(&mut self) {
+        (self.plans, self.backward_plans) = (Vec::new(), Vec::new());
+    }
+
+    /// Adapts to the pool of the call, if its number of threads is another.
+    fn follow_pool(&mut self) {
+        if self.follows_pool {
+            let cpu = Cpu::new();
+            if cpu.facts() != self.cpu.facts() {
+                self.forget_plans();
+                self.cpu = cpu;
+            }
+        }
     }
 
     /// Puts the plan of a description first: a kept one for which `is` holds, or a new one.
@@ -132,13 +192,7 @@ impl Runner {
         is: impl Fn(&ProblemDesc) -> bool,
         desc: impl FnOnce() -> ProblemDesc,
     ) -> Result<&CpuPlan> {
-        if self.follows_pool {
-            let cpu = Cpu::new();
-            if cpu.facts() != self.cpu.facts() {
-                self.plans.clear();
-                self.cpu = cpu;
-            }
-        }
+        self.follow_pool();
         let found = self.plans.iter().position(|plan| is(plan.problem().desc()));
         let last = match found {
             Some(at) => at,

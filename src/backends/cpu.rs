@@ -4,6 +4,7 @@ use super::own_plan::{first, plan_of};
 use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::isa::Isa;
 use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
@@ -86,6 +87,15 @@ impl Backend for Cpu {
 impl HostSession for Runner {
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         self.run(desc, inputs, outputs)
+    }
+
+    fn backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        self.run_backward(desc, inputs, gradients)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::own_plan::{first, kernel_name, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
 use crate::error::{Error, Result};
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::{
     AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
@@ -126,6 +127,38 @@ impl HostSession for ReferenceSession {
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         let plan = Facts::plan(&Reference, &desc.clone().validate()?, self.options)?;
         compute(&plan.problem, inputs, outputs)
+    }
+
+    fn backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        let problem = desc.clone().validate()?;
+        if let Some(why) = problem.no_gradients() {
+            return Err(Unsupported::Backward { why }.into());
+        }
+        gradients::check(&problem, inputs, gradients)?;
+        let result = reference::backward(&problem, &inputs.forward, &inputs.d_out, inputs.d_lse)?;
+        for (tensor, of) in [
+            (&mut gradients.d_q, &result.d_q),
+            (&mut gradients.d_k, &result.d_k),
+            (&mut gradients.d_v, &result.d_v),
+        ] {
+            let [_, heads, rows, dim] = tensor.shape();
+            for (n, row) in of.chunks_exact(dim).enumerate() {
+                tensor.write_row([n / rows / heads, n / rows % heads, n % rows], row);
+            }
+        }
+        for (list, of) in [
+            (&mut gradients.d_sinks, &result.d_sinks),
+            (&mut gradients.d_bias, &result.d_bias),
+            (&mut gradients.d_alibi_slopes, &result.d_alibi_slopes),
+        ] {
+            list.iter_mut().flat_map(|list| list.iter_mut()).zip(of).for_each(|(to, &x)| *to = x as f32);
+        }
+        Ok(())
     }
 }
 
