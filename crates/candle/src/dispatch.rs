@@ -1,7 +1,8 @@
 //! Attention on the device of the tensors.
 
+use crate::gradient::AttentionOp;
 use crate::options::Options;
-use crate::storage::{Op, Qkv, Stored, check_device, check_no_gradient, lse_dims};
+use crate::storage::{Qkv, check_device, check_no_gradient, lse_dims};
 use candle_core::{Device, Result, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,8 +28,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// If a tensor is not on the CPU (or, with the features `cuda` and `metal`, not on the device of the others), has another dtype, rank or
 /// shape, or a last axis whose stride is not 1, and if options contradict each other.
 ///
-/// Gradients are not computed: `backward()` through out is an error. A variable, or a tensor computed from one, is an error as an additive
-/// mask, slopes or sinks, and also as q, k or v if the logsumexp is asked for.
+/// `backward()` through out gives the gradients of q, k and v, on the CPU and not of pages. A variable, or a tensor computed from one, is an error
+/// as an additive mask, slopes or sinks, and also as q, k or v if the logsumexp is asked for: an operator of candle has one result.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
     apply("attention", Qkv { q, k, v }, options.clone())
 }
@@ -52,13 +53,11 @@ pub(crate) fn apply(
     if options.lse {
         tensors.each(check_no_gradient)?;
     }
-    let (lse, wanted, axes) = (Arc::new(Mutex::new(Vec::new())), options.lse, options.axes());
-    let kept = Arc::clone(&lse);
-    let out =
-        q.apply_op3(k, v, Op { name, run: move |tensors: Qkv<Stored<'_>>| options.run(tensors, &kept) })?;
-    if !wanted {
-        return Ok((out, None));
-    }
+    let is_tracked = [q, k, v].into_iter().any(Tensor::track_op);
+    let lse = (options.lse || is_tracked).then(|| Arc::new(Mutex::new(Vec::new())));
+    let (wanted, axes) = (lse.clone().filter(|_| options.lse), options.axes());
+    let out = q.apply_op3(k, v, AttentionOp { name, options, lse })?;
+    let Some(lse) = wanted else { return Ok((out, None)) };
     let lse = std::mem::take(&mut *lse.lock().unwrap_or_else(PoisonError::into_inner));
     Ok((out, Some(Tensor::from_vec(lse, lse_dims(axes.q, q)?, &Device::Cpu)?)))
 }

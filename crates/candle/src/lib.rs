@@ -8,6 +8,7 @@ mod cuda_cache;
 mod dispatch;
 #[cfg(any(feature = "cuda", feature = "metal"))]
 mod gpu;
+mod gradient;
 mod kv_cache;
 #[cfg(feature = "metal")]
 mod metal;

@@ -258,8 +258,12 @@ impl Options {
         }
     }
 
-    /// Computes attention, and puts the logsumexp into `lse` if these options ask for it.
-    pub(crate) fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
+    /// Computes attention, and the logsumexp into `lse`.
+    pub(crate) fn run(
+        &self,
+        tensors: Qkv<Stored<'_>>,
+        lse: Option<&Mutex<Vec<f32>>>,
+    ) -> Result<(CpuStorage, Shape)> {
         let axes = self.axes();
         let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
         self.check_slopes(q.shape()[1])?;
@@ -268,7 +272,7 @@ impl Options {
             self.set_sequences(&mut desc);
             let mut inputs = options.inputs(q, k, v);
             inputs.tables = self.tables.as_ref();
-            compute(&desc, &inputs, axes, self.lse.then_some(lse))
+            compute(&desc, &inputs, axes, lse)
         })
     }
 }

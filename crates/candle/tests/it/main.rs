@@ -6,6 +6,7 @@ mod adapter;
 mod cache;
 mod errors;
 mod flash;
+mod gradients;
 mod options;
 mod sdpa;
 
