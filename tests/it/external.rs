@@ -10,7 +10,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::PathBuf;
 
-fn data(path: &str) -> PathBuf {
+pub(crate) fn data(path: &str) -> PathBuf {
     // An environment variable of the run, not of the build: the test binary may come from another machine.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
     let found =
@@ -47,12 +47,12 @@ impl External {
     }
 }
 
-fn shape(tensor: &safetensors::tensor::TensorView<'_>) -> [usize; 4] {
+pub(crate) fn shape(tensor: &safetensors::tensor::TensorView<'_>) -> [usize; 4] {
     tensor.shape().try_into().unwrap()
 }
 
 /// A tensor of a file, in guarded memory.
-fn tensor(file: &SafeTensors<'_>, name: &str) -> Guarded {
+pub(crate) fn tensor(file: &SafeTensors<'_>, name: &str) -> Guarded {
     let tensor = file.tensor(name).unwrap();
     let (dtype, size) = match tensor.dtype() {
         safetensors::Dtype::F32 => (Dtype::F32, 4),
@@ -73,13 +73,13 @@ fn tensor(file: &SafeTensors<'_>, name: &str) -> Guarded {
     guarded
 }
 
-fn integers(file: &SafeTensors<'_>, name: &str) -> Option<Vec<usize>> {
+pub(crate) fn integers(file: &SafeTensors<'_>, name: &str) -> Option<Vec<usize>> {
     let tensor = file.tensor(name).ok()?;
     let integer = |bytes: &[u8]| usize::try_from(i64::from_le_bytes(bytes.try_into().unwrap())).unwrap();
     Some(tensor.data().chunks_exact(8).map(integer).collect())
 }
 
-fn dims(q: &Guarded, k: &Guarded, v: &Guarded) -> Dims {
+pub(crate) fn dims(q: &Guarded, k: &Guarded, v: &Guarded) -> Dims {
     let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q.shape(), k.shape());
     Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim: v.shape()[3] }
 }

@@ -20,6 +20,7 @@ mod docs;
 mod edges;
 mod equalized;
 mod external;
+mod external_gradients;
 mod front_door;
 mod hostile;
 mod hybrid;
