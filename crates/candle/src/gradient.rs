@@ -53,7 +53,7 @@ impl CustomOp3 for AttentionOp {
     }
 }
 
-/// What a forward pass has computed, and the gradient of its output.
+/// The results of a forward pass, and the gradient of its output.
 struct Results<'a> {
     out: &'a Tensor,
     d_out: &'a Tensor,

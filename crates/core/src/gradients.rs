@@ -13,7 +13,7 @@
 //! d_sinks = sum over rows of -exp(sink - lse) * delta
 //! ```
 //!
-//! Sums over rows include those of every query head of a GQA group. A row that sees no key adds nothing, and its `d_q` is 0. Gradients of
+//! Sums over rows are over the rows of every query head of a GQA group. A row that sees no key adds nothing, and its `d_q` is 0. Gradients of
 //! rows that no query sees, of padding among them, are 0.
 
 use crate::dtype::MaskKind;
@@ -25,7 +25,7 @@ use crate::tensor::{TensorView, TensorViewMut};
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
 pub struct BackwardInputs<'a> {
-    /// What the forward run read.
+    /// Inputs of the forward run.
     pub forward: Inputs<'a>,
     /// Its output, `[batch, q_heads, q_len, value_dim]`.
     pub out: TensorView<'a>,

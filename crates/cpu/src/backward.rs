@@ -61,7 +61,7 @@ pub(crate) fn run(
         d_k: &gradients.d_k,
         d_v: &gradients.d_v,
         rows,
-        slots: slope_sums.wrapping_add(parts.slope_sums),
+        partials: slope_sums.wrapping_add(parts.slope_sums),
     };
     if !rows.slope_sums.is_null() {
         // SAFETY: the region of the workspace.
@@ -70,7 +70,7 @@ pub(crate) fn run(
     // SAFETY: the machine has the instruction set.
     let enter = || unsafe { (cx.kernels.configure)() };
     // SAFETY: the machine has the instruction set, and the thread's matrix unit is configured; each worker has its own scratch memory of the
-    // plan's size; a range of rows, a task and a reduction run once, and write disjoint rows and slots; each phase reads what earlier ones
+    // plan's size; a range of rows, a task and a reduction run once, and write disjoint rows and partials; each phase reads what earlier ones
     // have written.
     unsafe {
         for_each(plan.row_ranges(), plan.threads(), enter, |range, _| (cx.kernels.row_terms)(&cx, *range));

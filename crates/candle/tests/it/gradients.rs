@@ -11,10 +11,10 @@ fn variables(dtype: DType) -> Result<[Var; 3]> {
     Ok([of([2, 4, 9, 32], 1)?, of([2, 2, 40, 32], 2)?, of([2, 2, 40, 16], 3)?])
 }
 
-/// The gradients of `sum(out * weights)`, whose weights all differ.
+/// The gradients of `sum(out * factors)`, whose factors all differ.
 fn gradients(vars: &[Var; 3], out: &Tensor) -> Result<[Tensor; 3]> {
-    let weights = random(&[2, 4, 9, 16], 7).to_dtype(out.dtype())?;
-    let store = (out * weights)?.sum_all()?.backward()?;
+    let factors = random(&[2, 4, 9, 16], 7).to_dtype(out.dtype())?;
+    let store = (out * factors)?.sum_all()?.backward()?;
     let of = |var: &Var| store.get(var.as_tensor()).expect("a variable of the result").clone();
     Ok([of(&vars[0]), of(&vars[1]), of(&vars[2])])
 }
@@ -91,13 +91,13 @@ fn of_packed_sequences_and_one_projection() -> Result<()> {
     let (q, k, v) = (part(0)?, part(1)?, part(2)?);
     let packed = Options::causal().cu_seqlens(&[0, 3, 7], &[0, 3, 7]);
     let out = attention(&q, &k, &v, &packed)?.0;
-    let weights = random(&[7, 2, 16], 5);
-    let got = (out * &weights)?.sum_all()?.backward()?.get(fused.as_tensor()).expect("a variable").clone();
+    let factors = random(&[7, 2, 16], 5);
+    let got = (out * &factors)?.sum_all()?.backward()?.get(fused.as_tensor()).expect("a variable").clone();
     let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
     for (start, len) in [(0, 3), (3, 4)] {
         let rows = |x: &Tensor| x.narrow(0, start, len)?.transpose(0, 1)?.unsqueeze(0)?.contiguous();
         let out = attention(&rows(&q)?, &rows(&k)?, &rows(&v)?, &Options::causal())?.0;
-        loss = (loss + (out * rows(&weights)?)?.sum_all()?)?;
+        loss = (loss + (out * rows(&factors)?)?.sum_all()?)?;
     }
     let want = loss.backward()?.get(fused.as_tensor()).expect("a variable").clone();
     assert!(distance(&got, &want) < 1e-6);

@@ -19,8 +19,8 @@ const CHUNK_BLOCKS: usize = 8;
 const TILE_ROWS: usize = 96;
 /// Floats after each row of a tile of scores, so that rows do not fall into the same sets of a cache.
 const SCORE_PADDING: usize = 16;
-/// Upper bound of the memory that parts of `d_q` take, unless there would be fewer of them than threads; in bytes.
-const MAX_SLOT_BYTES: usize = 32 << 20;
+/// Upper bound of the memory that partial sums of `d_q` take, unless there would be fewer of them than threads; in bytes.
+const MAX_PARTIAL_BYTES: usize = 32 << 20;
 
 /// Offsets and sizes in f32 of one thread's scratch memory in a backward run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,8 +53,8 @@ pub(crate) struct BackwardLayout {
     /// Sums of `d_q` of a whole head, if its keys are more than a chunk.
     pub(crate) acc: usize,
     pub(crate) len: usize,
-    /// Floats of a part of `d_q` in the workspace.
-    pub(crate) slot: usize,
+    /// Floats of a partial sum of `d_q` in the workspace.
+    pub(crate) partial: usize,
 }
 
 /// A plan of the backward pass on the CPU. Made by [`Cpu::plan_backward`](crate::cpu::Cpu::plan_backward) for the machine at hand, or by
@@ -84,8 +84,8 @@ pub(crate) struct WorkspaceParts {
     pub(crate) rows: usize,
     /// Sums of the gradients of ALiBi slopes, of each row and chunk.
     pub(crate) slope_sums: usize,
-    /// Parts of `d_q`.
-    pub(crate) slots: usize,
+    /// Partial sums of `d_q`.
+    pub(crate) partials: usize,
     /// Bytes of mask tiles.
     pub(crate) mask_tiles: usize,
 }
@@ -93,8 +93,8 @@ pub(crate) struct WorkspaceParts {
 impl WorkspaceParts {
     /// Floats before the mask tiles.
     pub(crate) fn floats(&self) -> Option<usize> {
-        let Self { scratch, rows, slope_sums, slots, mask_tiles: _ } = *self;
-        [scratch, rows, slope_sums, slots].into_iter().try_fold(0usize, |sum, len| sum.checked_add(len))
+        let Self { scratch, rows, slope_sums, partials, mask_tiles: _ } = *self;
+        [scratch, rows, slope_sums, partials].into_iter().try_fold(0usize, |sum, len| sum.checked_add(len))
     }
 
     fn bytes(&self) -> Option<usize> {
@@ -135,14 +135,20 @@ impl CpuBackwardPlan {
         let max_rows =
             problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).checked_mul(dims.gqa_group());
         let max_rows = max_rows.ok_or_else(overflow)?;
-        let slot = max_rows.checked_mul(dims.head_dim.next_multiple_of(isa.lanes())).ok_or_else(overflow)?;
-        let max_slots = (MAX_SLOT_BYTES / slot.saturating_mul(4).max(1)).max(threads);
-        let heads = Heads { problem, options, threads, max_slots };
+        let partial =
+            max_rows.checked_mul(dims.head_dim.next_multiple_of(isa.lanes())).ok_or_else(overflow)?;
+        let max_partials = (MAX_PARTIAL_BYTES / partial.saturating_mul(4).max(1)).max(threads);
+        let heads = Heads { problem, options, threads, max_partials };
         let schedule = heads.schedule(num_chunks, chunk_keys);
         let max_keys = problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
-        let layout =
-            BackwardLayout::new(problem, isa, max_keys, if schedule.sums_heads { slot } else { 0 }, slot)
-                .ok_or_else(overflow)?;
+        let layout = BackwardLayout::new(
+            problem,
+            isa,
+            max_keys,
+            if schedule.sums_heads { partial } else { 0 },
+            partial,
+        )
+        .ok_or_else(overflow)?;
         let mut plan = Self {
             problem: problem.clone(),
             options,
@@ -152,7 +158,7 @@ impl CpuBackwardPlan {
             row_ranges: row_ranges(problem),
             layout,
             mask_tile_shape: mask_tile_shape(problem, BLOCK_K).ok_or_else(overflow)?,
-            workspace: WorkspaceParts { scratch: 0, rows: 0, slope_sums: 0, slots: 0, mask_tiles: 0 },
+            workspace: WorkspaceParts { scratch: 0, rows: 0, slope_sums: 0, partials: 0, mask_tiles: 0 },
         };
         plan.workspace = plan.sized_workspace(max_chunks).ok_or_else(overflow)?;
         plan.workspace.bytes().ok_or_else(overflow)?;
@@ -167,7 +173,7 @@ impl CpuBackwardPlan {
             scratch: self.layout.len.checked_mul(self.workers())?,
             rows: rows.checked_mul(2)?.next_multiple_of(16),
             slope_sums: slope_sums.next_multiple_of(16),
-            slots: self.layout.slot.checked_mul(self.schedule.slots)?,
+            partials: self.layout.partial.checked_mul(self.schedule.num_partials)?,
             mask_tiles,
         })
     }
@@ -275,13 +281,19 @@ impl CpuBackwardPlan {
         self.schedule.levels.iter().map(|level| level.tasks.len()).sum()
     }
 
+    /// Number of levels: the tasks of one run after the reductions of the one before it.
+    #[must_use]
+    pub fn level_count(&self) -> usize {
+        self.schedule.levels.len()
+    }
+
     /// The kernel's accumulation, on which tolerances depend.
     #[must_use]
     pub const fn accumulation(&self) -> Accumulation {
         if self.isa.multiplies_pairs() { Accumulation::Half } else { Accumulation::F32 }
     }
 
-    /// Floating-point operations: five products for each visible pair, 2.5 times those of the forward pass where value_dim = head_dim.
+    /// Floating-point operations: five products for each visible pair, 2.5 times as many as in the forward pass where value_dim = head_dim.
     #[must_use]
     pub fn flops(&self) -> f64 {
         self.problem.backward_flops()
@@ -348,7 +360,7 @@ fn num_chunks(s: &Sequence) -> usize {
 
 impl BackwardLayout {
     /// `None` if sizes overflow.
-    fn new(problem: &Problem, isa: Isa, max_keys: usize, acc: usize, slot: usize) -> Option<Self> {
+    fn new(problem: &Problem, isa: Isa, max_keys: usize, acc: usize, partial: usize) -> Option<Self> {
         let dims = problem.dims();
         let [q_stride, v_stride] =
             [dims.head_dim, dims.value_dim].map(|dim| dim.next_multiple_of(isa.lanes()));
@@ -394,7 +406,7 @@ impl BackwardLayout {
             d_q: region(TILE_ROWS * q_stride),
             acc: 0,
             len: 0,
-            slot,
+            partial,
         };
         layout.acc = len;
         layout.len = len.checked_add(acc)?.checked_next_multiple_of(16)?;

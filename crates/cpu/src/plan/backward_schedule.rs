@@ -1,8 +1,8 @@
 //! The units of work of a backward plan, and the order in which they run.
 //!
 //! A task owns the gradients of some chunks of keys of one head. If whole heads keep all threads busy, a task has all chunks of its head and
-//! adds up their parts of `d_q` itself. Otherwise each chunk is a task that leaves its part in a slot of the workspace, and reductions add the
-//! slots of a level up in the order of the chunks.
+//! adds up their parts of `d_q` itself. Otherwise each chunk is a task that leaves a partial sum in the workspace, and reductions add the partial
+//! sums of a level up in the order of the chunks.
 
 use super::schedule::{Rows, split_cost};
 use flashtile_core::plan::PlanOptions;
@@ -15,8 +15,8 @@ use std::ops::Range;
 pub(crate) enum DqTarget {
     /// It has all chunks of its head, and stores the gradient.
     Out,
-    /// In this slot.
-    Slot(usize),
+    /// As the partial sum of this index.
+    Partial(usize),
 }
 
 /// One unit of work: some chunks of the keys of a head, with all of its query rows.
@@ -29,14 +29,14 @@ pub(crate) struct BackwardTask {
     pub(crate) cost: u64,
 }
 
-/// The sum of the parts of `d_q` that neighbouring chunks of a head left in slots, for some rows.
+/// The sum of the partial sums of `d_q` over neighbouring chunks of a head, for some rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BackwardReduction {
     pub(crate) rows: Rows,
-    pub(crate) slots: Range<usize>,
-    /// The slot with the sum of earlier chunks; `None` if the slots hold the first ones.
+    pub(crate) partials: Range<usize>,
+    /// The partial sum over all earlier chunks; `None` if these chunks are the first.
     pub(crate) from: Option<usize>,
-    /// The slot for the sum, which later chunks continue; `None` if the slots hold the last ones: the gradient is stored.
+    /// Where the result goes that later chunks continue; `None` if these chunks are the last: the gradient is stored.
     pub(crate) to: Option<usize>,
 }
 
@@ -51,8 +51,8 @@ pub(crate) struct BackwardLevel {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct BackwardSchedule {
     pub(super) levels: Vec<BackwardLevel>,
-    /// Slots of parts of `d_q`.
-    pub(super) slots: usize,
+    /// Partial sums of `d_q` in the workspace.
+    pub(super) num_partials: usize,
     /// True if some task adds up the chunks of its head.
     pub(super) sums_heads: bool,
 }
@@ -63,7 +63,7 @@ pub(super) struct Heads<'a> {
     pub(super) options: PlanOptions,
     pub(super) threads: usize,
     /// Upper bound of the parts of `d_q` of a level.
-    pub(super) max_slots: usize,
+    pub(super) max_partials: usize,
 }
 
 /// Query rows that a reduction adds up.
@@ -112,29 +112,29 @@ impl Heads<'_> {
         tasks.sort_by_key(|task| Reverse(task.cost));
         BackwardSchedule {
             levels: vec![BackwardLevel { tasks, reductions: Vec::new() }],
-            slots: 0,
+            num_partials: 0,
             sums_heads,
         }
     }
 
-    /// A task for each chunk, as many in a level as there are slots. Slots 0 and 1 have the sum of the head that continues in the next level,
-    /// in turn: one is read where the other is written.
+    /// A task for each chunk, as many in a level as there is memory for. A head that continues in the next level has its sum in partial sums
+    /// 0 and 1 in turn: one is read where the other is written.
     fn by_chunks(&self, heads: Vec<(Rows, Vec<u64>)>) -> BackwardSchedule {
         let mut levels = vec![BackwardLevel::default()];
-        let (first_slot, mut used) = (2, 2);
-        let mut slots = first_slot;
+        let (first_partial, mut used) = (2, 2);
+        let mut num_partials = first_partial;
         for (rows, costs) in heads {
             let (count, mut first) = (costs.len(), 0);
             while first < count {
-                if used == first_slot + self.max_slots {
+                if used == first_partial + self.max_partials {
                     levels.push(BackwardLevel::default());
-                    used = first_slot;
+                    used = first_partial;
                 }
-                let end = count.min(first + first_slot + self.max_slots - used);
+                let end = count.min(first + first_partial + self.max_partials - used);
                 let turn = levels.len() % 2;
                 let level = levels.last_mut().unwrap_or_else(|| unreachable!("there is a first level"));
                 for chunk in first..end {
-                    let d_q = DqTarget::Slot(used + chunk - first);
+                    let d_q = DqTarget::Partial(used + chunk - first);
                     level.tasks.push(BackwardTask {
                         rows,
                         chunks: chunk..chunk + 1,
@@ -145,20 +145,20 @@ impl Heads<'_> {
                 for row in (0..rows.count).step_by(REDUCED_ROWS) {
                     level.reductions.push(BackwardReduction {
                         rows: Rows { first: row, count: REDUCED_ROWS.min(rows.count - row), ..rows },
-                        slots: used..used + end - first,
+                        partials: used..used + end - first,
                         from: (first > 0).then_some(turn),
                         to: (end < count).then_some(1 - turn),
                     });
                 }
                 used += end - first;
-                slots = slots.max(used);
+                num_partials = num_partials.max(used);
                 first = end;
             }
         }
         for level in &mut levels {
             level.tasks.sort_by_key(|task| Reverse(task.cost));
         }
-        BackwardSchedule { levels, slots, sums_heads: false }
+        BackwardSchedule { levels, num_partials, sums_heads: false }
     }
 
     /// Pairs of the keys of a chunk with the rows that see them, and the keys themselves.

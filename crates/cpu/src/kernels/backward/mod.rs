@@ -5,8 +5,8 @@
 //! `d_score = p * (d_out . v - delta)`, `p^T d_out`, `d_score^T q` and `d_score k`.
 
 pub(crate) mod bias;
-mod careful;
 mod d_scores;
+mod nonfinite;
 pub(crate) mod operands;
 mod pack;
 mod products;

@@ -1,4 +1,4 @@
-//! What products of the backward pass take beside those of the forward pass: rows of queries as the depth of a product.
+//! Operands of the products whose depth is query rows, which only the backward pass has.
 
 #![allow(unsafe_code)]
 

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::careful;
+use super::nonfinite;
 use super::operands::BackwardProducts;
 use super::state::{Operand, TileState};
 use crate::kernels::shared::mask::MaskTile;
@@ -30,7 +30,7 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
     let steps = rows.next_multiple_of(P::KEY_STEP) / P::PER_F32;
     // Rows that hide keys: whole vectors may reach past the keys that any row sees.
     let hides = !tile.full || tile.mask != MaskTile::Full || columns != tile.columns;
-    let is_careful = hides && !(work.is_finite.get() && keys.is_finite.get());
+    let leaves_out_hidden = hides && !(work.is_finite.get() && keys.is_finite.get());
     // SAFETY: the caller's contract; every region holds the rows and columns of a tile.
     unsafe {
         let (probs, d_scores) = (task.memory.scores, work.memory.d_probs);
@@ -56,8 +56,8 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
             c: c.from(block + columns.start, 0).first(columns.len(), c.cols()),
             resume: true,
         };
-        if is_careful {
-            careful::to_rows::<S, P>(work, tile, to_rows);
+        if leaves_out_hidden {
+            nonfinite::to_rows::<S, P>(work, tile, to_rows);
         } else {
             by_panels::<S, P, false>(to_rows);
         }
@@ -70,8 +70,8 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
             of_keys(probs, work.row_d_out.get(), keys.memory.d_v),
             of_keys(d_scores, work.row_q.get(), keys.memory.d_k),
         ] {
-            if is_careful {
-                careful::of_keys::<S, P>(work, tile, operands);
+            if leaves_out_hidden {
+                nonfinite::of_keys::<S, P>(work, tile, operands);
             } else {
                 by_panels::<S, P, true>(operands);
             }

@@ -23,14 +23,14 @@ pub(crate) struct Context<'a> {
     pub(crate) d_k: &'a TensorViewMut<'a>,
     pub(crate) d_v: &'a TensorViewMut<'a>,
     pub(crate) rows: RowTerms,
-    /// Sums of `d_q` over some of the keys, in slots of [`BackwardLayout::slot`] floats.
-    pub(crate) slots: *mut f32,
+    /// Partial sums of `d_q` over some of the keys, of [`BackwardLayout::partial`] floats each.
+    pub(crate) partials: *mut f32,
 }
 
-// SAFETY: tasks read the inputs and write disjoint rows of the gradients and disjoint slots.
+// SAFETY: tasks read the inputs and write disjoint rows of the gradients and disjoint partials.
 unsafe impl Sync for Context<'_> {}
 
-/// What the gradients of a query row's scores take beside its scores, `[batch, q_heads, q_len]` each, as lse is.
+/// Terms of the gradients of a query row's scores, `[batch, q_heads, q_len]` each, as lse is.
 #[derive(Clone, Copy)]
 pub(crate) struct RowTerms {
     /// `-lse` in units of log2, less the constant that the row's scores leave out

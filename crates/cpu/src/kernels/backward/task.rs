@@ -17,8 +17,8 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &BackwardTask, scratch: *mut f
     let d_q = match task.d_q {
         // SAFETY: the region of the layout.
         DqTarget::Out => unsafe { scratch.add(layout.acc) },
-        // SAFETY: the plan has the slot.
-        DqTarget::Slot(slot) => unsafe { cx.slots.add(slot * layout.slot) },
+        // SAFETY: the workspace has the partial sum.
+        DqTarget::Partial(index) => unsafe { cx.partials.add(index * layout.partial) },
     };
     let is_summed = task.d_q != DqTarget::Out || task.chunks.len() > 1;
     // SAFETY: the caller's contract.
@@ -182,17 +182,17 @@ unsafe fn store_keys(keys: &KeyState<'_>, chunk: usize, blocks: Range<usize>) {
 /// As [`task`], once every task of the level has run.
 pub(crate) unsafe fn reduce(cx: &Context<'_>, reduction: &BackwardReduction) {
     let stride = cx.plan.layout().q_stride;
-    let BackwardReduction { rows, slots, from, to } = reduction;
+    let BackwardReduction { rows, partials, from, to } = reduction;
     // SAFETY: the caller's contract.
     unsafe {
-        let at = |slot: usize| cx.slots.add(slot * cx.plan.layout().slot + rows.first * stride);
+        let at = |index: usize| cx.partials.add(index * cx.plan.layout().partial + rows.first * stride);
         let len = rows.count * stride;
         let (sum, rest) = match from {
-            Some(from) => (at(*from), slots.clone()),
-            None => (at(slots.start), slots.start + 1..slots.end),
+            Some(from) => (at(*from), partials.clone()),
+            None => (at(partials.start), partials.start + 1..partials.end),
         };
-        for slot in rest {
-            add(sum, at(slot), len);
+        for index in rest {
+            add(sum, at(index), len);
         }
         match to {
             Some(to) => at(*to).copy_from_nonoverlapping(sum, len),
