@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence as List
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -70,6 +70,42 @@ def attention(
     return_lse: Literal[True],
     out: Dlpack | None = None,
 ) -> tuple[Array, Array]: ...
+class Gradients(NamedTuple):
+    """Gradients of a loss with respect to the inputs of `attention`."""
+
+    d_q: Any
+    d_k: Any
+    d_v: Any
+    d_sinks: Any = None
+    d_bias: Any = None
+    d_alibi_slopes: Any = None
+
+def attention_backward(
+    q: Array,
+    k: Dlpack,
+    v: Dlpack,
+    out: Dlpack,
+    lse: Dlpack,
+    d_out: Dlpack,
+    *,
+    d_lse: Dlpack | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int | None = None,
+    q_offset: Offset | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Dlpack | None = None,
+    alibi_slopes: Numbers | List[List[float]] | None = None,
+    sinks: Numbers | None = None,
+    q_lens: Lengths | None = None,
+    kv_lens: Lengths | None = None,
+    cu_seqlens: Lengths | tuple[Lengths, Lengths] | None = None,
+    layout: Layout = "bhsd",
+    d_sinks: bool = False,
+    d_bias: bool = False,
+    d_alibi_slopes: bool = False,
+) -> Gradients: ...
 @overload
 def attention_with_cache(
     q: Array,

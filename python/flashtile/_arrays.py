@@ -113,8 +113,8 @@ def padded_masks(masks, keys=0):
             raise ValueError(f"mask[{at}] has {of} heads, expected 1 or {heads}")
     shape = (len(masks), heads, max(queries for _, queries, _ in shapes), max(keys, *(keys for _, _, keys in shapes)))
     whole = first.new_zeros(shape) if is_torch(first) else numpy.zeros(shape, first.dtype)
-    for each, mask, (_, rows, columns) in zip(whole, masks, shapes):
-        each[:, :rows, :columns] = mask
+    for at, (mask, (_, rows, columns)) in enumerate(zip(masks, shapes)):
+        whole[at, :, :rows, :columns] = mask
     return whole, [length for _, *lengths in shapes for length in lengths]
 
 

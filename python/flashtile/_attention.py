@@ -35,7 +35,11 @@ def attention(
     q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and v `(batch, kv_heads, kv_len, value_dim)` give out
     `(batch, q_heads, q_len, value_dim)`. `q_heads` is a multiple of `kv_heads`. All three are float32, float16 or bfloat16 alike, and are
     read in place, whatever their strides, but that the last axis has stride 1. Arrays of numpy give arrays of numpy, tensors of PyTorch
-    tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0. There is no backward pass.
+    tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0.
+
+    Autograd of PyTorch differentiates it by tensors on the CPU: q, k, v, a mask that is added to scores, alibi_slopes and sinks, through out and
+    lse. Second derivatives, forward mode, torch.func and gradients on GPUs are refused, and so are gradients of a call with `out`.
+    `attention_backward` computes gradients for arrays.
 
     Args:
         q, k, v: numpy arrays (bfloat16 by ml_dtypes), PyTorch tensors on the CPU or an NVIDIA GPU, or other objects with `__dlpack__`.
@@ -66,7 +70,7 @@ def attention(
         out: where to write the result. It overlaps no other argument in memory.
 
     Raises:
-        ValueError: where shapes and options contradict each other, or a derivative is asked for.
+        ValueError: where shapes and options contradict each other, or a derivative is asked for that flashtile does not compute.
         TypeError: where a dtype, a layout, a class of arrays or the type of an option is wrong.
         BufferError: where memory cannot be used as it is: on another device than q's, freed, with strides below 0, read-only, or shared.
         MemoryError: where there is no memory.

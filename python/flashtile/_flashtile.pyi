@@ -55,6 +55,14 @@ class Step:
 def attention(
     tensors: list[Any], options: tuple[Any, ...], make: Callable[[str, tuple[int, ...]], Any]
 ) -> tuple[Any, Any]: ...
+def attention_backward(
+    tensors: list[Any],
+    options: tuple[Any, ...],
+    make: Callable[[str, tuple[int, ...]], Any],
+    d_sinks: bool,
+    d_bias: bool,
+    d_alibi_slopes: bool,
+) -> list[Any]: ...
 def attention_plain(
     tensors: list[Any],
     options: tuple[Any, ...],

@@ -33,7 +33,7 @@ def needs_grad(x):
 def check_tangent(name, x, level=None):
     """Refuses a derivative of forward mode, of the current level where none is named."""
     if forward_ad.unpack_dual(x, level=level).tangent is not None:
-        raise ValueError(f"{name} has a tangent, and flashtile computes no derivatives: give its primal, as forward_ad.unpack_dual does")
+        raise ValueError(f"{name} has a tangent, and flashtile computes no derivatives of forward mode: give its primal, as forward_ad.unpack_dual does")
 
 
 def check(name, x):
@@ -49,7 +49,7 @@ def check(name, x):
     if is_plain(x):
         return
     if torch._C._functorch.is_gradtrackingtensor(x):
-        raise ValueError(f"{name} is differentiated by torch.func, and flashtile computes no derivatives: call it outside of the transform")
+        raise ValueError(f"{name} is differentiated by torch.func, which flashtile does not support: use torch.autograd")
     if x.is_nested:
         raise TypeError(f"{name} is a nested tensor: {_NESTED if name in ('q', 'k', 'v', 'out') else 'give .to_padded_tensor(0)'}")
     if x.layout != torch.strided:
@@ -68,7 +68,12 @@ def readable(name, x):
     """
     check(name, x)
     if needs_grad(x):
-        raise ValueError(f"flashtile computes no gradients, and {name} requires one: call it under torch.no_grad(), or detach {name}")
+        raise ValueError(f"this call records no gradients of {name}, which requires one: call it under torch.no_grad(), or detach {name}")
+    return _elements(name, x)
+
+
+def _elements(name, x):
+    """`readable`, of a tensor that may need a gradient."""
     function = type(x).__torch_function__
     if getattr(function, "__func__", function) not in _NO_OPERATORS:
         raise TypeError(f"{name} is a {type(x).__name__}, which has operators of its own: give .as_subclass(torch.Tensor)")
@@ -82,10 +87,12 @@ def readable(name, x):
 
 
 def check_mask(name, x, first):
-    """Refuses one of several masks that is not on the device of the first, and as `readable`."""
+    """Refuses one of several masks that is not on the device of the first, and as `readable`, but that it may need a gradient: autograd records
+    the copy to one mask."""
     # Stand-ins of a compiler and tensors on meta have no memory; the operator checks the mask that comes of them.
     if not torch.compiler.is_compiling() and x.device.type != "meta":
-        readable(name, x)
+        check(name, x)
+        _elements(name, x)
     if x.device != first.device:
         raise BufferError(f'{name} is on {x.device}, expected {first.device}: move it, as .to("{first.device}") does')
 

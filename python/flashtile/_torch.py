@@ -1,18 +1,17 @@
-"""Attention as an operator of PyTorch, which torch.compile keeps as it is."""
+"""Attention of tensors of PyTorch: at once, or by the operator where somebody records a call."""
 
 from numbers import Integral
-from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import _flashtile
-from ._arrays import check_numbers, checked, lent, maker
+from . import _autograd, _flashtile  # noqa: F401  registers the gradients of the operator
+from ._arrays import check_numbers, maker
+from ._operator import call, check_devices, cuda
 from ._options import Options
-from ._tensors import EXCHANGES, check, check_tangent
+from ._tensors import EXCHANGES, check
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -22,7 +21,7 @@ def attention(q, k, v, options, out=None):
     """`(out, lse)` of `flashtile.attention` where q is a tensor of PyTorch; lse is None where the options, a tuple, do not ask for it."""
     if out is None:
         return _computed(q, k, v, options) or _recorded(q, k, v, Options._make(options))
-    return _call(q, k, v, Options._make(options), out)
+    return call(q, k, v, Options._make(options), out)
 
 
 def _computed(q, k, v, options):
@@ -31,7 +30,7 @@ def _computed(q, k, v, options):
     own: the operator resolves it, or refuses it by its kind."""
     if not EXCHANGES or _is_traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    compute = _cuda().attention_plain if q.is_cuda else _flashtile.attention_plain
+    compute = cuda().attention_plain if q.is_cuda else _flashtile.attention_plain
     return compute([q, k, v, None], options, maker(q), _PLAIN, torch.is_grad_enabled())
 
 
@@ -57,28 +56,7 @@ def _check(named, options):
         (check if isinstance(x, Tensor) else check_numbers)(name, x)
     for name in ("scale", "softcap"):
         check_numbers(name, getattr(options, name))
-    _check_devices(named | lists)
-
-
-def _check_devices(named):
-    """Refuses tensors on other devices than q's. Lists of numbers are moved there, from wherever their elements are."""
-    expected = named["q"].device
-    for name, x in named.items():
-        if isinstance(x, Tensor) and x.device != expected and (name in ("k", "v", "mask") or x.device.type == "meta"):
-            raise BufferError(f'{name} is on {x.device}, expected {expected}: move it, as .to("{expected}") does')
-
-
-def _call(q, k, v, options, out=None):
-    """Computes from tensors of any kind."""
-    tensors = [lent(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))]
-    compute = _cuda().attention if q.is_cuda else _flashtile.attention
-    return compute(tensors, checked(options), maker(q))
-
-
-def _cuda():
-    from . import _cuda
-
-    return _cuda
+    check_devices(named | lists)
 
 
 def _operator(q, k, v, options):
@@ -117,102 +95,3 @@ def _operator(q, k, v, options):
 
 def _tensor(x, dtype):
     return x if x is None or isinstance(x, Tensor) else torch.as_tensor(x, dtype=dtype)
-
-
-@torch.library.custom_op("flashtile::attention", mutates_args=())
-def operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Optional[Tensor] = None,
-    alibi_slopes: Optional[Tensor] = None,
-    sinks: Optional[Tensor] = None,
-    q_lens: Optional[Tensor] = None,
-    kv_lens: Optional[Tensor] = None,
-    cu_seqlens_q: Optional[Tensor] = None,
-    cu_seqlens_k: Optional[Tensor] = None,
-    *,
-    causal: bool = False,
-    left: int = -1,
-    right: int = -1,
-    attention_chunk: Optional[int] = None,
-    q_offset_name: Optional[str] = None,
-    q_offset: Optional[int] = None,
-    scale: Optional[float] = None,
-    softcap: Optional[float] = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    mask_lens: Optional[List[int]] = None,
-) -> Tuple[Tensor, Tensor]:
-    """Out and the logsumexp, which is empty where it is not asked for."""
-    options = Options(
-        causal=causal,
-        window=(left, right),
-        attention_chunk=attention_chunk,
-        q_offset=q_offset if q_offset_name is None else q_offset_name,
-        scale=scale,
-        softcap=softcap,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        cu_seqlens=None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k),
-        layout=layout,
-        return_lse=return_lse,
-        mask_lens=mask_lens,
-    )
-    out, lse = _call(q, k, v, options)
-    return out, q.new_empty([0], dtype=torch.float32) if lse is None else lse
-
-
-@operator.register_fake
-def _(
-    q,
-    k,
-    v,
-    mask=None,
-    alibi_slopes=None,
-    sinks=None,
-    q_lens=None,
-    kv_lens=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    *,
-    causal=False,
-    left=-1,
-    right=-1,
-    attention_chunk=None,
-    q_offset_name=None,
-    q_offset=None,
-    scale=None,
-    softcap=None,
-    layout="bhsd",
-    return_lse=False,
-    mask_lens=None,
-):
-    lists = {"q_lens": q_lens, "kv_lens": kv_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    _check_devices({"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks, **lists})
-    out = q.new_empty([*q.shape[:-1], v.shape[-1]])
-    if not return_lse:
-        return out, q.new_empty([0], dtype=torch.float32)
-    rows = list(q.shape[:-1])
-    if cu_seqlens_q is not None or layout == "bshd":
-        rows[-2:] = rows[:-3:-1]
-    return out, q.new_empty(rows, dtype=torch.float32)
-
-
-_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
-_record = make_autograd_impl(torch.ops.flashtile.attention.default, operator)
-
-
-def _autograd(keyset, *tensors, **options):
-    """The autograd kernel of the operator. It refuses derivatives of forward mode, which the operator by itself would drop silently."""
-    for name, x in zip(("q", "k", "v", "mask", "alibi_slopes", "sinks"), tensors):
-        if x is not None:
-            check_tangent(name, x, level=0)
-    return _record(keyset, *tensors, **options)
-
-
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _LIBRARY.impl("attention", _autograd, _key, with_keyset=True)

@@ -5,8 +5,9 @@
     model = AutoModel.from_pretrained(name, attn_implementation="flashtile")
 
 Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks, with
-the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. For inference: dropout and
-gradients are refused. Probabilities are never stored: `output_attentions` warns and gives None, as `sdpa` does.
+the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. On the CPU models train.
+Dropout inside attention is refused, and gradients on GPUs and over a `FlashtileCache` are too. Probabilities are never stored:
+`output_attentions` warns and gives None, as `sdpa` does.
 """
 
 import functools
@@ -16,9 +17,10 @@ import sys
 
 import torch
 
-from . import _torch  # noqa: F401  registers the operator before a compiler traces a call
+from . import _torch  # noqa: F401  registers the operators before a compiler traces a call
 from ._attention import attention
 from ._stored_keys import Stored, new_tokens
+from ._tensors import needs_grad
 
 NAME = "flashtile"
 
@@ -233,14 +235,11 @@ def attention_forward(
             "attn_implementation='eager'"
         )
     if dropout > 0.0:
-        raise ValueError(f"dropout is {dropout}, flashtile has none: call model.eval()")
+        raise ValueError(f"dropout is {dropout}, flashtile has none: call model.eval(), or set the model's dropout of attention to 0")
     if cache is not None:
         raise ValueError("continuous batching has a cache of its own, which flashtile does not read: use attn_implementation='sdpa'")
     is_stored = isinstance(key, Stored) or isinstance(value, Stored)
     tokens = new_tokens(key, value) if is_stored else None
-    k, v = (tokens.k, tokens.v) if is_stored else (key, value)
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, k, v, position_bias, s_aux, sinks)):
-        raise ValueError("flashtile computes no gradients: call the model under torch.no_grad()")
     if output_attentions:
         from transformers.utils import logging
 
@@ -276,6 +275,8 @@ def attention_forward(
 
 def _over_cache(module, query, tokens, mask, is_causal, options, unread):
     """Attention of a layer whose keys are in a `FlashtileCache`, by its arguments. `unread` are arguments that have to be None."""
+    if any(needs_grad(x) for x in (query, tokens.k, tokens.v, *options.values(), *unread.values())):
+        raise ValueError("a FlashtileCache has no gradients: call the model under torch.no_grad()")
     given = [name for name, value in unread.items() if value is not None]
     if given:
         raise ValueError(f"{type(module).__name__} passes {', '.join(given)} to attention, which a FlashtileCache does not take: use a DynamicCache")

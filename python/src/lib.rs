@@ -2,6 +2,7 @@
 //! functions that users call are in the Python files beside it.
 
 mod attention;
+mod backward;
 mod cache;
 mod cuda;
 mod cuda_cache;
@@ -25,6 +26,7 @@ fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("CODECS", PyTuple::new(module.py(), flashtile::Codec::ALL.map(flashtile::Codec::name))?)?;
     module.add("OPTIONS", PyTuple::new(module.py(), options::NAMES)?)?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    module.add_function(wrap_pyfunction!(backward::attention_backward, module)?)?;
     module.add_function(wrap_pyfunction!(with_cache::attention_with_cache, module)?)?;
     module.add_function(wrap_pyfunction!(merge::merge, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;

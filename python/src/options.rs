@@ -2,7 +2,7 @@
 
 use crate::memory::{Axes, DeviceList, Memory, OnDevice, Stream};
 use flashtile::problem::MAX_SEQUENCES;
-use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibility};
+use flashtile::{Attention, MaskKind, ProblemDesc, QOffset, Sequences, SequencesRef, Visibility};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -287,6 +287,22 @@ impl Options {
 
     pub(crate) const fn mask(&self) -> Option<&Memory> {
         self.mask.as_ref()
+    }
+
+    /// Shape of the ALiBi slopes.
+    pub(crate) fn slopes_shape(&self) -> Option<&[usize]> {
+        self.alibi_slopes.as_ref().map(Numbers::shape)
+    }
+
+    /// Shape of the sinks.
+    pub(crate) fn sinks_shape(&self) -> Option<&[usize]> {
+        self.sinks.as_ref().map(Numbers::shape)
+    }
+
+    /// Shape of the mask, if it is additive.
+    pub(crate) fn bias_shape(&self) -> Option<&[usize]> {
+        let mask = self.mask.as_ref()?;
+        matches!(mask.mask_kind(), MaskKind::Additive(_)).then(|| mask.shape())
     }
 
     pub(crate) fn slopes_on(&self, on: OnDevice<'_>) -> PyResult<Option<DeviceList<'_>>> {

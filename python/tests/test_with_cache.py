@@ -379,7 +379,7 @@ def test_tensors_of_pytorch(rng):
         attention_with_cache(q, torch._neg_view(caches[0]), caches[1], **tensors, **options)
     with pytest.raises(BufferError, match="elements overlap"):
         attention_with_cache(q, caches[0], caches[1][:1].expand_as(caches[1]), **tensors, **options)
-    with pytest.raises(ValueError, match="k_cache requires one"):
+    with pytest.raises(ValueError, match="k_cache, which requires one"):
         attention_with_cache(q, caches[0].clone().requires_grad_(), caches[1], **options)
     with pytest.raises(TypeError, match="k is a ndarray and k_cache a Tensor, expected both of one kind"):
         attention_with_cache(q, *caches, k=arrays["k"], v=arrays["v"], **options)
