@@ -608,7 +608,7 @@ LIBRARY = ["-p", "flashtile", "--test", "miri"]
 KERNEL = ["-p", "flashtile-kernel", "--lib", "--features", "cuda"]
 MIRI_TESTS = [LIBRARY, KERNEL]
 # `.ci/run` runs this part of LIBRARY.
-MIRI_PART = ["views", "merging", "codecs::rows_of_codes", "caches::contiguous", "kernels::decode", "kernels::prefill_window"]
+MIRI_PART = ["views", "merging", "codecs::rows_of_codes", "caches::contiguous", "kernels::decode", "kernels::prefill_window", "gradients"]
 # On threads of rayon runs crossbeam-epoch, which does not obey Stacked Borrows.
 NOT_STACKED = ["--skip", "two_threads"]
 

@@ -3,7 +3,9 @@
 #![allow(unsafe_code, reason = "an allocator is unsafe to implement")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use flashtile::{Attention, Cpu, MaskView, Runner, TensorView, TensorViewMut, attention};
+use flashtile::{
+    Attention, BackwardInputs, Cpu, Gradients, MaskView, Runner, TensorView, TensorViewMut, attention,
+};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
@@ -66,6 +68,23 @@ fn the_first_call_allocates_and_the_others_do_not() {
         let counted = allocations(|| runner.attention(view, view, view, &mut out, &options[n]).unwrap());
         assert_eq!(counted, 0, "options {n}");
     }
+}
+
+#[test]
+fn gradients_of_a_known_description_allocate_nothing() {
+    let (shape, len) = ([1, 2, 40, 16], 2 * 40 * 16);
+    let data = vec![0.5f32; len];
+    let x = TensorView::bhsd(&data, shape).unwrap();
+    let lse = vec![5.0f32; 2 * 40];
+    let inputs = BackwardInputs::new([x, x, x], x, &lse, x);
+    let [mut d_q, mut d_k, mut d_v] = std::array::from_fn(|_| vec![0.0f32; len]);
+    let view = |memory| TensorViewMut::bhsd(memory, shape).unwrap();
+    let mut gradients = Gradients::new(view(&mut d_q), view(&mut d_k), view(&mut d_v));
+    let desc = Attention::causal().desc(&x, &x, &x);
+    let mut runner = Runner::with_cpu(Cpu::new().with_threads(1));
+    let mut call = || allocations(|| runner.run_backward(&desc, &inputs, &mut gradients).unwrap());
+    let counted = [call(), call(), call()];
+    assert!(counted[0] > 0 && counted[1..] == [0, 0], "{counted:?}");
 }
 
 /// The free function keeps a runner for each thread. Inside the pool, as on its threads, rayon queues in memory it has.

@@ -248,6 +248,42 @@ mod kernels {
     }
 }
 
+mod gradients {
+    //! The backward pass, on one thread.
+
+    use super::alone;
+    use flashtile::plan::Isa;
+    use flashtile::{Cpu, Dtype, MaskKind, PlanOptions, QOffset};
+    use flashtile_testkit::{BackwardCase, Case, MaskFill};
+
+    fn passes(case: Case) {
+        alone();
+        let case = BackwardCase::new(&case.exact()).unwrap();
+        let answer = case.run(&Cpu::with_isa(Isa::Portable).unwrap().with_threads(1), PlanOptions::default());
+        let checked = answer.and_then(|answer| case.check(&answer));
+        assert!(checked.is_ok(), "{checked:?}");
+    }
+
+    #[test]
+    fn gradients_causal_with_every_bias() {
+        let case = Case::new("causal", [1, 2, 1, 3, 5, 5, 6], Dtype::F32).causal(QOffset::BottomRight);
+        let case = case.mask(MaskKind::Additive(Dtype::F32), "h", MaskFill::Random);
+        passes(case.softcap(3.0).alibi().sinks());
+    }
+
+    #[test]
+    fn gradients_packed() {
+        for dtype in [Dtype::F16, Dtype::BF16] {
+            passes(Case::new("packed", [1, 2, 1, 0, 0, 6, 4], dtype).packed(&[
+                (2, 3),
+                (0, 2),
+                (3, 0),
+                (1, 1),
+            ]));
+        }
+    }
+}
+
 mod merging {
     //! Partial results over disjoint keys.
 

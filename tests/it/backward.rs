@@ -4,10 +4,10 @@
 
 use crate::properties::seeds;
 use crate::support::options;
-use flashtile::plan::{Isa, Unsupported};
+use flashtile::plan::{CpuFacts, Isa, Unsupported, machines};
 use flashtile::problem::{KvStorage, Sequences};
 use flashtile::reference::{self, AttentionGradients};
-use flashtile::{Cpu, Dtype, MaskKind, PlanOptions, QOffset, Visibility};
+use flashtile::{Cpu, CpuBackwardPlan, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc, QOffset, Visibility};
 use flashtile_testkit::{
     BackwardCase, Case, CaseData, GradientAnswer, Guarded, GuardedList, GuardedMask, MaskFill, Rng,
     random_case,
@@ -156,6 +156,22 @@ fn random_problems_match_the_oracle() {
     };
     let failures: Vec<String> = seeds(0..400).into_par_iter().flat_map_iter(run).collect();
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn memory_beside_the_tensors_is_small() {
+    for (q_heads, kv_heads, dtype) in [(8, 8, Dtype::F32), (8, 8, Dtype::BF16), (32, 8, Dtype::F16)] {
+        for facts in [machines::AVX512_2, machines::AVX512BF16_8] {
+            let facts = CpuFacts { threads: 2, ..facts };
+            let (q_len, head_dim) = (8192, 128);
+            let dims =
+                Dims { batch: 1, q_heads, kv_heads, q_len, kv_len: q_len, head_dim, value_dim: head_dim };
+            let problem = ProblemDesc::new(dims, dtype).validate().unwrap();
+            let plan = CpuBackwardPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
+            println!("{plan}");
+            assert!(plan.workspace_bytes() < 64 << 20, "{plan}");
+        }
+    }
 }
 
 #[test]

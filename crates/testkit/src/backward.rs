@@ -247,6 +247,14 @@ fn roundoffs(dtype: Dtype) -> [f64; 2] {
     [2f64.powi(-24), 2f64.powi(-own)]
 }
 
+/// Four deviations of the rounding of a score that is far from 0, relative to its unit roundoff. The partial sums of its products grow
+/// to the score, a third of whose square is their mean square; [`score_errors`] knows the spread of the products alone.
+fn growth(q: &[f32], k: &[f32], scale: f32) -> f64 {
+    let score: f64 = q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+    let growth = 4.0 / 3.0 * (q.len() as f64).sqrt() * (score * f64::from(scale)).abs();
+    if growth.is_finite() { growth } else { 0.0 }
+}
+
 /// How far gradients may be from the oracle's. Each is a sum of terms, and each term may err by its magnitude times what its factors err by:
 /// a score by the rounding of its product and of lse, `delta` by the rounding of out, `p` and `d_score` by the rounding of operands; and a
 /// gradient by its own rounding.
@@ -271,7 +279,7 @@ fn limits(
     for of in [&mut limits.d_sinks, &mut limits.d_bias, &mut limits.d_alibi_slopes] {
         of.iter_mut().for_each(|x| *x = x.abs() * unit + smallest);
     }
-    let (q, k, v) = (built.q.values(), built.k.values(), built.v.values());
+    let (q_all, k, v) = (built.q.values(), built.k.values(), built.v.values());
     let d_out = d_out.values();
     let row = |of: &[f32], at: usize, dim: usize| -> Vec<f64> {
         of[at * dim..][..dim].iter().map(|x| f64::from(x.abs())).collect()
@@ -281,7 +289,7 @@ fn limits(
         for (h, i) in (0..dims.q_heads).flat_map(|h| (0..s.q_len).map(move |i| (h, i))) {
             let at = (s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i;
             let kv_row = |key: usize| (s.batch * dims.kv_heads + h / dims.gqa_group()) * dims.kv_len + key;
-            let (d_out, q) = (row(&d_out, at, dims.value_dim), row(&q, at, dims.head_dim));
+            let (d_out, q) = (row(&d_out, at, dims.value_dim), row(&q_all, at, dims.head_dim));
             let d_p = |key: usize| -> f64 {
                 row(&v, kv_row(key), dims.value_dim).iter().zip(&d_out).map(|(v, d)| v * d).sum()
             };
@@ -295,7 +303,12 @@ fn limits(
             for (&(key, p), d_p) in probs[at].iter().zip(&d_probs) {
                 // The score of a small p is large, and below the normal numbers p is 0.
                 let smallest = f64::from(f32::MIN_POSITIVE);
-                let p_error = p * (row_error + unit * 3.0 * p.max(smallest).ln().abs()) + smallest;
+                let k_at = kv_row(key) * dims.head_dim;
+                let [q_row, k_row] =
+                    [&q_all[at * dims.head_dim..], &k[k_at..]].map(|of| &of[..dims.head_dim]);
+                let score_error = unit * growth(q_row, k_row, problem.scale());
+                let p_error =
+                    p * (row_error + score_error + unit * 3.0 * p.max(smallest).ln().abs()) + smallest;
                 let m = p_error * (d_p + delta);
                 let product = m * f64::from(problem.scale().abs());
                 let add = |to: &mut [f64], at: usize, by: f64, of: &[f64]| {
