@@ -1,7 +1,7 @@
 """Checks and times the peers of the CPU benchmark that are called from Python; prints their rows.
 
 Inputs are numpy arrays of float32, q [b, h, rows, d] and k, v [b, hkv, s, d], whose values the type that the peer stores holds
-exactly.
+exactly; of the backward pass also the gradient of the output, [b, h, rows, d].
 """
 
 import dataclasses
@@ -30,17 +30,20 @@ class Peer:
 
     # The name in rows, with the version.
     name = ""
+    # True if it has a backward pass.
+    has_backward = False
 
     def refuses(self, problem, dtype):
         """Why a problem cannot be computed, or None."""
         raise NotImplementedError
 
     def call(self, problem, dtype, q, k, v):
-        """A function without parameters that computes the answer; what it prepares once is not timed."""
+        """A function without parameters that computes the answer; what it prepares once is not timed. Peers with a backward pass take
+        the gradient of the output as a fourth tensor, and then return the gradients of the others."""
         raise NotImplementedError
 
     def output(self, result):
-        """The result of a call as float32 [b, h, rows, d]."""
+        """The result of a call as float32 [b, h, rows, d]; gradients one after another, as rows."""
         raise NotImplementedError
 
     def stored(self, dtype):
@@ -71,19 +74,28 @@ def rounded(array, stored):
 def inputs(problem, stored, seed):
     random = numpy.random.default_rng(seed)
     shapes = [(problem.h, problem.rows), (problem.hkv, problem.s), (problem.hkv, problem.s)]
+    if problem.kind == "backward":
+        shapes.append(shapes[0])
     draw = lambda heads, rows: random.standard_normal((problem.b, heads, rows, problem.d), dtype=numpy.float32)
     return [rounded(draw(*shape), stored) for shape in shapes]
 
 
-def reference(problem, q, k, v):
-    """softmax(q k^T / sqrt(d)) v in float64."""
+def reference(problem, q, k, v, d_out=None):
+    """softmax(q k^T / sqrt(d)) v in float64; for the gradient d_out of it, the gradients of q, k and v one after another, as rows."""
     q, k, v = (x.astype(numpy.float64) for x in (q, k, v))
     k, v = (numpy.repeat(x, problem.h // problem.hkv, axis=1) for x in (k, v))
     scores = q @ k.transpose(0, 1, 3, 2) / numpy.sqrt(problem.d)
     if problem.causal:
         scores[..., numpy.triu(numpy.ones((problem.rows, problem.s), dtype=bool), 1)] = -numpy.inf
     p = numpy.exp(scores - scores.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True) @ v
+    p /= p.sum(axis=-1, keepdims=True)
+    if d_out is None:
+        return p @ v
+    # Problems of the backward pass have as many key/value heads as query heads.
+    d_p = d_out.astype(numpy.float64) @ v.transpose(0, 1, 3, 2)
+    d_scores = p * (d_p - (p * d_p).sum(axis=-1, keepdims=True)) / numpy.sqrt(problem.d)
+    transposed = lambda x: x.transpose(0, 1, 3, 2)
+    return numpy.concatenate([d_scores @ k, transposed(d_scores) @ q, transposed(p) @ d_out], axis=2)
 
 
 def check(peer, problem, dtype):
@@ -139,7 +151,8 @@ def main(description, peers):
         refused = {}
         for problem in problems.selected(args):
             for dtype in args.dtype:
-                why = peer.refuses(problem, dtype)
+                backward = problem.kind == "backward" and not peer.has_backward
+                why = "it has no backward pass" if backward else peer.refuses(problem, dtype)
                 todo += [] if why else [(peer, problem, dtype)]
                 refused[why] = refused.get(why, 0) + 1
         for why in filter(None, refused):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The problems that peers of the CPU benchmark are measured with, which are rows of `flashtile bench` too, and the options of all peers.
 
-    python3 benches/peers/problems.py [--head-dim 64] [--seq 2048] [prefill|small|decode ...]
+    python3 benches/peers/problems.py [--head-dim 64] [--seq 2048] [prefill|small|decode|backward ...]
 
 prints them as JSON lines, for a peer that is not written in Python.
 """
@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 import json
 
-GROUPS = ("prefill", "small", "decode")
+FORWARD = ("prefill", "small", "decode")
+# Few peers have a backward pass, and candle's program knows none: its rows are measured where the group is named.
+GROUPS = (*FORWARD, "backward")
 DTYPES = ("f32", "f16", "bf16")
 
 
@@ -34,6 +36,8 @@ def problems(group):
     if group == "decode":
         shapes = ((64, 32, 8), (128, 32, 8), (256, 16, 2))
         return [Problem("decode", d, h, hkv, 1, s, False) for d, h, hkv in shapes for s in (1024, 32768)]
+    if group == "backward":
+        return [Problem("backward", d, 8, 8, 1, 2048, causal) for d in (64, 128) for causal in (False, True)]
     shapes = [(d, 8, 1, s) for d in (32, 64, 128, 256) for s in (2048, 4096)]
     if group == "small":
         shapes = [(d, 12, 4, 128) for d in (32, 64)]
@@ -45,7 +49,7 @@ def parser(description):
         return lambda text: [kind(part) for part in text.split(",")]
 
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; all by default")
+    options.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; all but backward by default")
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--seconds", type=float, default=0.5, help="how long a row is measured, at least")
     options.add_argument("--longest", type=float, default=5.0, help="no call of a row begins later than this many seconds after the first")
@@ -60,7 +64,7 @@ def selected(args):
     unknown = sorted({*args.groups} - {*GROUPS}) + sorted({*args.dtype} - {*DTYPES})
     if unknown:
         raise SystemExit(f"{unknown[0]}: expected a group of {', '.join(GROUPS)} or a dtype of {', '.join(DTYPES)}")
-    groups = [group for group in GROUPS if group in (args.groups or GROUPS)]
+    groups = [group for group in GROUPS if group in (args.groups or FORWARD)]
     found = [problem for group in groups for problem in problems(group)]
     found = [of for of in found if not args.head_dim or of.d in args.head_dim]
     return [of for of in found if not args.seq or of.s in args.seq]

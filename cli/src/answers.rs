@@ -79,7 +79,11 @@ impl<'a> Answers<'a> {
 }
 
 /// Reads a tensor, which must have the expected shape. Returns `None` if the file lacks it.
-fn fitting<'a>(archive: &Archive<'a>, name: &str, expected: &[usize]) -> Result<Option<Stored<'a>>> {
+pub(crate) fn fitting<'a>(
+    archive: &Archive<'a>,
+    name: &str,
+    expected: &[usize],
+) -> Result<Option<Stored<'a>>> {
     match archive.get(name)? {
         Some(stored) if stored.shape != expected => {
             let got = report::shape(&stored.shape);
@@ -98,12 +102,12 @@ const fn less_precise(a: Dtype, b: Dtype) -> Dtype {
     }
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
     to_f32(Dtype::F32, bytes)
 }
 
 /// Elements in the order `[batch, heads, rows, dim]`.
-fn logical(bytes: &[u8], dtype: Dtype, order: Order, shape: [usize; 4]) -> Vec<f32> {
+pub(crate) fn logical(bytes: &[u8], dtype: Dtype, order: Order, shape: [usize; 4]) -> Vec<f32> {
     let [batch, heads, rows, dim] = shape;
     let [sb, sh, ss, _] = order.strides(shape);
     let mut elements = Vec::with_capacity(shape.iter().product());

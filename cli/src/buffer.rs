@@ -74,6 +74,12 @@ impl Buffer {
     }
 
     /// The bytes as f32 elements.
+    pub(crate) fn floats(&self) -> &[f32] {
+        let floats = self.len / size_of::<f32>();
+        bytemuck::cast_slice(&self.bytes()[..floats * size_of::<f32>()])
+    }
+
+    /// The bytes as f32 elements.
     pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
         let floats = self.len / size_of::<f32>();
         bytemuck::cast_slice_mut(&mut self.bytes_mut()[..floats * size_of::<f32>()])

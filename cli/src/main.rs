@@ -1,6 +1,7 @@
 //! The command line of flashtile: attention on safetensors files, conformance, plans, measurements.
 
 mod answers;
+mod backward;
 mod bench;
 mod buffer;
 mod cached;
@@ -11,6 +12,7 @@ mod command_line;
 mod device;
 mod escape;
 mod failure;
+mod gradients;
 mod info;
 mod input;
 mod kernels;
@@ -33,6 +35,7 @@ mod select;
 mod shell;
 mod svg;
 mod temporary;
+mod timing;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};

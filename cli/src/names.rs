@@ -64,7 +64,9 @@ pub(crate) fn group<'n>(
         let at = name.rfind(SEPARATORS).map_or(0, |at| at + 1);
         let (prefix, last) = name.split_at(at);
         let component = ["k", "v", "q"].iter().position(|component| *component == canonical(last));
-        let Some(component) = component.filter(|_| prefix != GRADIENTS) else {
+        let is_gradient =
+            prefix.strip_suffix(GRADIENTS).is_some_and(|of| of.is_empty() || of.ends_with(SEPARATORS));
+        let Some(component) = component.filter(|_| !is_gradient) else {
             others.push(name.to_owned());
             continue;
         };
@@ -207,6 +209,7 @@ mod tests {
             "out",
             "d_k",
             "d_v",
+            "layer.3.d_k",
             "mask",
             "layer.3.q",
         ]);
@@ -227,7 +230,7 @@ mod tests {
             pairs[4][1..],
             ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
         );
-        assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
+        assert_eq!(others, ["out", "d_k", "d_v", "layer.3.d_k", "mask"]);
         assert_eq!(
             found(&["a.k", "a.value", "a.query"]).0,
             [["a", "a.k", "a.value", "a.query"].map(str::to_owned)]

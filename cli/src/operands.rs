@@ -1,6 +1,6 @@
 //! The tensors of a file as operands of attention.
 
-use crate::buffer::{Bytes, convert};
+use crate::buffer::{Buffer, Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use crate::names;
@@ -17,8 +17,11 @@ use safetensors::tensor::Dtype as StoredDtype;
 const READ: [&str; 9] =
     ["q", "k", "v", "mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"];
 
+/// Names of gradients that are read for a backward pass.
+const UPSTREAM: [&str; 2] = ["d_out", "d_lse"];
+
 /// Names of answers, which example files contain beside their inputs.
-const ANSWERS: [&str; 5] = ["out", "lse", "d_q", "d_k", "d_v"];
+const ANSWERS: [&str; 8] = ["out", "lse", "d_q", "d_k", "d_v", "d_sinks", "d_bias", "d_alibi_slopes"];
 
 /// Largest number of batch entries without rows. They take no bytes of a file, so their number needs its own limit.
 const MAX_EMPTY_BATCH: usize = 1 << 20;
@@ -94,7 +97,7 @@ impl Order {
     }
 }
 
-/// One of q, k and v.
+/// One of q, k, v and d_out.
 #[derive(Debug)]
 pub(crate) struct Tensor<'a> {
     pub(crate) dtype: Dtype,
@@ -106,7 +109,7 @@ pub(crate) struct Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    fn view(&self, order: Order) -> Result<TensorView<'_>> {
+    pub(crate) fn view(&self, order: Order) -> Result<TensorView<'_>> {
         let strides = order.strides(self.shape);
         TensorView::from_bytes(self.dtype, self.bytes.get(), self.shape, strides).map_err(Failure::new)
     }
@@ -122,6 +125,17 @@ impl Tensor<'_> {
     }
 }
 
+/// A mask.
+#[derive(Debug)]
+struct Mask<'a> {
+    kind: MaskKind,
+    /// With four axes.
+    shape: [usize; 4],
+    /// In the file.
+    stored: Vec<usize>,
+    bytes: Bytes<'a>,
+}
+
 /// Everything that a forward run reads, and the problem that it describes.
 #[derive(Debug)]
 pub(crate) struct Operands<'a> {
@@ -132,7 +146,7 @@ pub(crate) struct Operands<'a> {
     q: Tensor<'a>,
     k: Tensor<'a>,
     v: Tensor<'a>,
-    mask: Option<(MaskKind, [usize; 4], Bytes<'a>)>,
+    mask: Option<Mask<'a>>,
     alibi_slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
 }
@@ -140,11 +154,6 @@ pub(crate) struct Operands<'a> {
 impl<'a> Operands<'a> {
     /// Finds and checks every tensor, and validates the problem.
     pub(crate) fn read(archive: &Archive<'a>, reading: &Reading, semantics: &Semantics) -> Result<Self> {
-        if archive.has("d_out") {
-            return Err(
-                archive.refuse("tensor d_out asks for gradients, this build computes the forward pass only")
-            );
-        }
         if let Some(name) = ["q", "k", "v"].into_iter().find(|name| !archive.has(name)) {
             let layers = names::layers(archive);
             if !layers.is_empty() {
@@ -194,7 +203,7 @@ impl<'a> Operands<'a> {
         desc.softcap = semantics.softcap;
         desc.alibi = alibi_slopes.is_some();
         desc.sinks = sinks.is_some();
-        desc.mask = mask.as_ref().map(|(kind, ..)| *kind);
+        desc.mask = mask.as_ref().map(|mask| mask.kind);
         desc.sequences = sequences(archive, packed)?;
         let problem = desc.validate().map_err(|e| {
             let hint = if matches!(e, ProblemError::HeadsNotDivisible { .. }) {
@@ -205,7 +214,7 @@ impl<'a> Operands<'a> {
             archive.refuse(format_args!("{e}{hint}"))
         })?;
 
-        let known = |name: &&str| READ.contains(name) || ANSWERS.contains(name);
+        let known = |name: &&str| [&READ[..], &UPSTREAM, &ANSWERS].iter().any(|names| names.contains(name));
         let ignored = archive.names().filter(|name| !known(name)).map(str::to_owned).collect();
         Ok(Self { problem, order, ignored, q, k, v, mask, alibi_slopes, sinks })
     }
@@ -218,7 +227,7 @@ impl<'a> Operands<'a> {
         if self.ignored.is_empty() {
             return Ok(None);
         }
-        let (names, read) = (report::some(&self.ignored), READ.join(", "));
+        let (names, read) = (report::some(&self.ignored), [&READ[..], &UPSTREAM].concat().join(", "));
         if strict {
             let what = format_args!("unknown tensors: {names}, expected names among {read}");
             return Err(archive.refuse(what));
@@ -237,7 +246,7 @@ impl<'a> Operands<'a> {
     /// Adds all inputs except q, k and v. The problem of `mask_shape` may have fewer rows and keys than this one: masks
     /// are cut to that shape.
     pub(crate) fn add_biases<'s>(&'s self, inputs: &mut Inputs<'s>, mask_shape: [usize; 4]) -> Result<()> {
-        if let Some((kind, stored, bytes)) = &self.mask {
+        if let Some(Mask { kind, shape: stored, bytes, .. }) = &self.mask {
             let strides = Order::Bhsd.strides(*stored);
             let whole = self.problem.mask_shape();
             if stored.iter().zip(whole).any(|(got, expected)| *got != expected && *got != 1) {
@@ -270,6 +279,18 @@ impl<'a> Operands<'a> {
     /// q, k and v with their dtype and bytes.
     pub(crate) fn tensors(&self) -> [(&'static str, Dtype, &[u8]); 3] {
         [("q", &self.q), ("k", &self.k), ("v", &self.v)].map(|(name, of)| (name, of.dtype, of.bytes.get()))
+    }
+
+    /// Shape of the mask in the file.
+    pub(crate) fn mask_shape(&self) -> Option<&[usize]> {
+        self.mask.as_ref().map(|mask| mask.stored.as_slice())
+    }
+
+    /// Out in a buffer, in the order of the file.
+    pub(crate) fn out_view<'b>(&self, out: &'b Buffer) -> Result<TensorView<'b>> {
+        let shape = self.problem.dims().out_shape();
+        let strides = self.order.strides(shape);
+        TensorView::from_bytes(self.problem.dtype(), out.bytes(), shape, strides).map_err(Failure::new)
     }
 
     /// Bytes of q, in the order of the file.
@@ -313,7 +334,7 @@ const WORDS: [(&str, &str); 4] = [
 /// The known name that an unknown one resembles. Such a tensor must not be ignored, because that would answer another
 /// question.
 pub(crate) fn meant(name: &str) -> Option<&'static str> {
-    if READ.contains(&names::canonical(name)) || ANSWERS.contains(&name) {
+    if READ.contains(&names::canonical(name)) || UPSTREAM.contains(&name) || ANSWERS.contains(&name) {
         return None;
     }
     let plain = |name: &str| -> String {
@@ -327,10 +348,10 @@ pub(crate) fn meant(name: &str) -> Option<&'static str> {
     let alias = || READ.into_iter().find(|read| names::canonical(&name) == *read);
     let word = || WORDS.iter().find(|(word, _)| name == *word).map(|(_, meant)| *meant).or_else(alias);
     let part = || PARTS.iter().find(|(part, _)| name.contains(part)).map(|(_, meant)| *meant);
-    word().or_else(|| READ.into_iter().find(close)).or_else(part)
+    word().or_else(|| READ.into_iter().chain(UPSTREAM).find(close)).or_else(part)
 }
 
-/// One of the tensors q, k and v, converted to a dtype if one is given.
+/// One of the tensors q, k, v and d_out, converted to a dtype if one is given.
 pub(crate) fn tensor<'a>(
     archive: &Archive<'a>,
     name: &str,
@@ -389,7 +410,7 @@ fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Res
     Ok(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim })
 }
 
-fn mask<'a>(archive: &Archive<'a>, stored: Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
+fn mask<'a>(archive: &Archive<'a>, stored: Stored<'a>) -> Result<Mask<'a>> {
     let shape = match *stored.shape.as_slice() {
         [queries, keys] => [1, 1, queries, keys],
         [batch, queries, keys] => [batch, 1, queries, keys],
@@ -400,14 +421,16 @@ fn mask<'a>(archive: &Archive<'a>, stored: Stored<'a>) -> Result<(MaskKind, [usi
             return Err(archive.refuse(format_args!("tensor {name} has shape {shape}, expected {expected}")));
         }
     };
-    match (stored.dtype, float_dtype(stored.dtype)) {
-        (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, stored.bytes)),
-        (_, Some(dtype)) => Ok((MaskKind::Additive(dtype), shape, stored.bytes.aligned(dtype.bytes())?)),
+    let (kind, bytes) = match (stored.dtype, float_dtype(stored.dtype)) {
+        (StoredDtype::BOOL, _) => (MaskKind::Bool, stored.bytes),
+        (_, Some(dtype)) => (MaskKind::Additive(dtype), stored.bytes.aligned(dtype.bytes())?),
         (other, None) => {
             let name = archive.called("mask");
-            Err(archive.refuse(format_args!("tensor {name} is {other:?}, expected BOOL, F32, F16 or BF16")))
+            let what = format_args!("tensor {name} is {other:?}, expected BOOL, F32, F16 or BF16");
+            return Err(archive.refuse(what));
         }
-    }
+    };
+    Ok(Mask { kind, shape, stored: stored.shape, bytes })
 }
 
 fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
@@ -500,6 +523,9 @@ mod tests {
             ("cu_seqlens", "cu_seqlens_q or cu_seqlens_k"),
             ("cu_seqlen_q", "cu_seqlens_q"),
             ("cu_seqlens_kv", "cu_seqlens_k"),
+            ("dout", "d_out"),
+            ("d_outs", "d_out"),
+            ("D_LSE", "d_lse"),
             ("Q", "q"),
             ("Values", "v"),
         ];
@@ -507,8 +533,23 @@ mod tests {
             let meant = meant(name);
             assert!(meant == Some(expected), "{name}: {meant:?}");
         }
-        let others =
-            ["notes", "out", "lse", "d_q", "positions", "weight", "odd", "x", "", "key", "attn_mask"];
+        let others = [
+            "notes",
+            "out",
+            "lse",
+            "d_q",
+            "d_out",
+            "d_lse",
+            "d_sinks",
+            "d_bias",
+            "positions",
+            "weight",
+            "odd",
+            "x",
+            "",
+            "key",
+            "attn_mask",
+        ];
         assert!(READ.iter().chain(&others).all(|name| meant(name).is_none()));
     }
 }

@@ -1,5 +1,6 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
+use crate::backward::BackwardPlan;
 use crate::cached::Stored;
 use crate::device::{self, Known};
 use crate::failure::{Failure, Result};
@@ -63,6 +64,9 @@ pub(crate) struct PlanArgs {
     /// Number of splits of the keys for parallel work, each at least one block of keys
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
+    /// Also plan the backward pass, which the backends cpu and reference have
+    #[arg(long)]
+    pub(crate) grad: bool,
     /// Sequence whose tiles to draw, counted from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) sequence: usize,
@@ -90,6 +94,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         };
         let options = machine::options(args.splits, args.kernels.choice);
         let Target { device, reason, plan } = Target::new(args, &problem, options)?;
+        let backward = args.grad.then(|| BackwardPlan::new("--grad", &plan)).transpose()?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = report::counted(problem.sequences().len(), "sequence");
             let what = format_args!(
@@ -98,7 +103,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             );
             Failure::at("--sequence", what)
         });
-        let shown = Shown { device: &device, reason: &reason, plan: &plan, order, stored };
+        let backward = backward.as_ref();
+        let shown = Shown { device: &device, reason: &reason, plan: &plan, backward, order, stored };
         match sequence {
             // A problem without sequences has no tiles to draw, so --sequence is out of range unless it is the default.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -249,7 +255,7 @@ impl Target {
             let plan = plan(options).map_err(|error| unplanned(problem, plan, &error))?;
             return Ok(Self { device, reason: format!("{option} asks for it"), plan });
         }
-        let choice = select(args.backend, args.cpu, problem, options)?;
+        let choice = select(args.backend, args.cpu, args.grad, problem, options)?;
         let plan = planned(&choice, args.backend, problem)?;
         Ok(Self { device: choice.backend.device(), reason: choice.reason, plan })
     }
@@ -289,6 +295,8 @@ struct Shown<'a> {
     device: &'a str,
     reason: &'a str,
     plan: &'a AnyPlan,
+    /// The plan of the backward pass, if it was asked for.
+    backward: Option<&'a BackwardPlan>,
     order: Order,
     /// The codecs of a cache; `None` if attention reads the tensors directly.
     stored: Option<Stored>,
@@ -340,7 +348,8 @@ impl Shown<'_> {
             explained.lines.into_iter().partition(|(name, _)| *name == "prefix");
         let lines =
             lines.into_iter().chain([machine]).chain(middle).chain(ends).chain([estimate]).chain(prefixes);
-        report::facts(&lines.collect::<Vec<_>>())
+        let backward = self.backward.map(|backward| ("backward", backward.words()));
+        report::facts(&lines.chain(backward).collect::<Vec<_>>())
     }
 
     fn json(&self, drawn: Option<(usize, Counts)>) -> Value {
@@ -369,6 +378,7 @@ impl Shown<'_> {
             "estimated_seconds": estimate.seconds,
             "estimated_overhead_seconds": estimate.overhead,
             "visible_fraction": visible_fraction(problem),
+            "backward": self.backward.map(BackwardPlan::json),
             "tiles": drawn.map(|(sequence, counts)| json!({
                 "sequence": sequence,
                 "skip": counts.skip,

@@ -1,11 +1,13 @@
 //! `flashtile run`: attention over the tensors of a file.
 
 use crate::answers::{Answers, Compared, Computed};
+use crate::backward::BackwardPlan;
 use crate::buffer::Buffer;
 use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
+use crate::gradients::{self, Backward, BackwardJob, Distance, Upstream};
 use crate::input::Mapped;
-use crate::machine::{self, Bound, Excess, Work, rate_name};
+use crate::machine::{self, Work};
 use crate::names;
 use crate::nonfinite;
 use crate::operands::{Operands, Order};
@@ -15,12 +17,13 @@ use crate::parse;
 use crate::progress::spinner;
 use crate::report;
 use crate::select::{planned, select};
+use crate::timing::Timing;
 use clap::Args;
 use flashtile::{
-    AnyPlan, BackendName, Choice, Codec, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, Unit,
+    AnyPlan, BackendName, Choice, Codec, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut,
 };
 use indicatif::ProgressBar;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -43,6 +46,13 @@ and, if present,
                  I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
   out            the expected answer, F32, F16 or BF16, in the shape that is written
   lse            the expected logsumexp, F32, in the shape that is written
+with --grad
+  d_out          gradient of a loss with respect to out, in the shape of out, of the dtype of q
+                 unless --dtype converts both
+and, if present,
+  d_lse          gradient of the loss with respect to lse, F32, in the shape of lse
+  d_q, d_k, d_v, d_sinks, d_bias, d_alibi_slopes
+                 the expected gradients, in the shapes that are written
 
 q, k and v may be called query, key and value (or queries, keys, values), mask attn_mask or
 attention_mask. A file with two names for a tensor is refused.
@@ -59,8 +69,14 @@ Writes a safetensors file with out (dtype and layout of q) and lse (F32 [batch, 
 If IN has out or lse, the answer is compared with them. The report says how far it is; beyond the
 limit, which is twice that of docs/numerics.md because both answers may err, the exit status is 1.
 OUT is written in any case. No limit applies if --dtype or a codec rounds q, k or v.
+
+With --grad also computes the gradients of the loss, and writes d_q, d_k and d_v (dtype and layout of
+q, k and v) and, where IN has those inputs, d_sinks, d_bias (of an additive mask, in its shape) and
+d_alibi_slopes (F32). The backends cpu and reference have a backward pass, and auto takes the cpu;
+caches have no gradients. The report has the error of each gradient that IN has too, without a limit.
+
 Tensors with unknown names are noted and not read, or refused with --strict; names that look
-misspelt are refused. Gradients d_q, d_k and d_v are known and not compared.";
+misspelt are refused.";
 
 /// Compute attention of the tensors in a safetensors file
 #[derive(Debug, Args)]
@@ -95,8 +111,8 @@ pub(crate) struct RunArgs {
     /// it
     #[arg(long, value_name = "N", value_parser = parse::count)]
     pub(crate) splits: Option<usize>,
-    /// Compute gradients, which this build does not support
-    #[arg(long, hide = true)]
+    /// Also compute the gradients of a loss, from its gradient d_out with respect to out
+    #[arg(long)]
     pub(crate) grad: bool,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
@@ -105,24 +121,15 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
 }
 
-/// Seconds that all repetitions may take together: a repetition that would exceed them does not begin.
-const MEASURE_SECONDS: f64 = 0.3;
-
-/// Largest number of repetitions: more do not make the median steadier.
-const MAX_REPETITIONS: usize = 31;
-
-/// A fraction of the limit means nothing below this number of operations or seconds, because calls dominate the time,
-/// not kernels.
-const MIN_FLOPS: f64 = 1e8;
-const MIN_SECONDS: f64 = 200e-6;
-
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     refuse_what_does_not_apply(args)?;
     machine::on_threads(args.cpu.threads, || {
-        let (done, Comparison { compared, failure }) = compute(args)?;
+        let (done, Comparison { compared, gradients, failure }) = compute(args)?;
         if args.json {
             let mut json = done.json(args.reading.prefix.as_deref());
             json["compared"] = compared.as_ref().map(Compared::json).into();
+            json["backward"] = done.backward.as_ref().map(Backward::json).into();
+            json["gradients_compared"] = gradients.as_deref().map(Distance::json).into();
             report::json(&json)?;
         } else {
             let mut lines = done.lines();
@@ -131,6 +138,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
                 lines.insert(1, ("backend", done.choice.to_string()));
             }
             lines.extend(compared.map(|compared| ("answer", compared.words())));
+            lines.extend(done.backward.iter().flat_map(Backward::lines));
+            let gradients = gradients.as_deref().and_then(Distance::words);
+            lines.extend(gradients.map(|gradients| ("gradients", gradients)));
             report::text(report::facts(&lines))?;
         }
         failure.map_or(Ok(ExitCode::SUCCESS), Err)
@@ -151,9 +161,6 @@ fn refuse_what_does_not_apply(args: &RunArgs) -> Result<()> {
         let text = format_args!("does not apply to the {name} backend, expected --backend {expected}");
         return Err(Failure::at(option, text));
     }
-    if args.grad {
-        return Err(Failure::at("--grad", "this build computes the forward pass only"));
-    }
     Ok(())
 }
 
@@ -161,26 +168,20 @@ fn refuse_what_does_not_apply(args: &RunArgs) -> Result<()> {
 struct Done {
     choice: Choice,
     plan: AnyPlan,
-    /// The unit whose limits apply, if a kernel ran.
-    unit: Option<Unit>,
     problem: Problem,
     order: Order,
     /// The codecs of the cache and its bytes, if there was one.
     stored: Option<(Stored, usize)>,
-    work: Work,
-    seconds: f64,
-    /// Number of timed runs, whose median is `seconds`.
-    repetitions: usize,
-    /// The measured limit, if the problem is large enough for a comparison.
-    bound: Option<Bound>,
-    /// The cause of a fraction of the limit above 1.
-    excess: Option<Excess>,
+    timing: Timing,
     non_finite: nonfinite::Results,
+    /// The backward pass, if it was asked for.
+    backward: Option<Backward>,
 }
 
 /// The comparison with the answers of the file, if it has any.
 struct Comparison {
     compared: Option<Compared>,
+    gradients: Option<Vec<Distance>>,
     /// Set if a limit is exceeded.
     failure: Option<Failure>,
 }
@@ -191,11 +192,17 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
     let answers = Answers::read(&archive, &operands)?;
     let stored = Stored::asked(&args.storage, &operands.problem)?;
+    if let Some(stored) = stored.filter(|_| args.grad) {
+        let what =
+            format_args!("keys and values in a cache ({stored}) have no gradients, expected no codecs");
+        return Err(Failure::at("--grad", what));
+    }
+    let upstream = || Upstream::read(&archive, &operands, &args.reading);
+    let upstream = args.grad.then(upstream).transpose()?;
     let destination = Destination::safetensors(&args.output)?;
     destination.differs_from(&args.input)?;
-    if let Some(note) = operands.remark(&archive, args.strict)? {
-        report::note(note);
-    }
+    let unread = gradients::remark(&archive).filter(|_| !args.grad);
+    operands.remark(&archive, args.strict)?.into_iter().chain(unread).for_each(report::note);
 
     let dims = *operands.problem.dims();
     let dtype = operands.problem.dtype();
@@ -211,8 +218,17 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let mut lse = Buffer::elements(flashtile::Dtype::F32, dims.batch * dims.q_heads * dims.q_len)?;
     let results = Results { out: &mut out, lse: &mut lse };
     let options = machine::options(args.splits, args.kernels.choice);
-    let choice = select(args.backend, args.cpu, job.problem, options)?;
-    let done = timed(args.backend, choice, &job, results, &progress).map_err(refuse)?;
+    let choice = select(args.backend, args.cpu, args.grad, job.problem, options)?;
+    let plan = planned(&choice, args.backend, job.problem).map_err(refuse)?;
+    // A problem without a backward pass is refused before the forward pass takes its time.
+    let backward = upstream.as_ref().map(|_| BackwardPlan::new("--grad", &plan)).transpose()?;
+    let mut done = timed(choice, plan, &job, results, &progress).map_err(refuse)?;
+    if let (Some(plan), Some(upstream)) = (backward, &upstream) {
+        progress.set_message(plan.kernel().to_owned());
+        let (backend, forward) = (&*done.choice.backend, &done.plan);
+        let job = BackwardJob { backend, forward, operands: &operands, upstream, out: &out, lse: &lse };
+        done.backward = Some(Backward::run(plan, &job).map_err(refuse)?);
+    }
     progress.set_message("writing");
     if cached.is_some() && operands.order != Order::Packed {
         (out, lse) = by_sequence(&operands, &out, &mut lse)?;
@@ -220,14 +236,17 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
 
     let is_rounded = cached.is_some() || operands.is_rounded();
     let compared = answers.compare(&operands, &Computed { out: &out, lse: &lse, is_rounded })?;
+    let gradients = done.backward.as_ref().map(|backward| backward.compare(&archive)).transpose()?;
     let failure = compared.as_ref().and_then(|compared| compared.failure(&archive));
     let lse_shape = operands.order.stored_lse(dims.lse_shape());
-    destination.tensors(vec![
+    let mut tensors = vec![
         ("out", output::tensor(dtype, &operands.order.stored(dims.out_shape()), out.bytes())?),
         ("lse", output::tensor(flashtile::Dtype::F32, &lse_shape, lse.bytes())?),
-    ])?;
+    ];
+    tensors.extend(done.backward.as_ref().map(Backward::outputs).transpose()?.unwrap_or_default());
+    destination.tensors(tensors)?;
     progress.finish_and_clear();
-    Ok((done, Comparison { compared, failure }))
+    Ok((done, Comparison { compared, gradients, failure }))
 }
 
 fn count(shape: [usize; 4]) -> Result<usize> {
@@ -300,119 +319,56 @@ impl Results<'_> {
 
 /// Runs and times the plan on the chosen backend. The time is that of kernels, without copies between host and device.
 fn timed(
-    asked: BackendName,
     choice: Choice,
+    plan: AnyPlan,
     job: &Job<'_>,
     mut results: Results<'_>,
     progress: &ProgressBar,
 ) -> Result<Done> {
-    let plan = planned(&choice, asked, job.problem)?;
     let estimate = report::seconds(plan.rates().seconds(job.problem));
     progress.set_message(format!("{}, an estimated {estimate} a run", plan.kernel()));
     let backend = &*choice.backend;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
-    let (work, unit) = (Work::of(&plan), backend.unit(&plan));
-    let compared = unit.as_ref().filter(|_| work.flops >= MIN_FLOPS);
-    let before = compared.map(|unit| Bound::of(backend, unit, &work)).transpose()?;
     let mut run = backend.timed(&plan, &[inputs], &outputs)?;
-    let (seconds, repetitions) = match unit {
-        Some(_) => median(|| Ok(run.seconds(&mut outputs)?))?,
-        // Backends without kernels of their own are slow, and their time measures nothing.
-        None => (run.seconds(&mut outputs)?, 1),
-    };
+    let seconds = || Ok(run.seconds(&mut outputs)?);
+    let timing = Timing::measure(backend, backend.unit(&plan), Work::of(&plan), seconds)?;
     run.download(&mut outputs)?;
     drop((run, outputs));
-    let bound = match (before, &unit) {
-        (Some(before), Some(unit)) if unit.threads.is_some() && seconds >= MIN_SECONDS => {
-            // The machine may have been busy during one of the two measurements.
-            Some(before.max(Bound::measure(backend, before.rate, unit)?))
-        }
-        // Calls are no part of the times of a device's own clock.
-        (before, Some(unit)) if unit.threads.is_none() => before,
-        _ => None,
-    };
-    // Every run reads the same keys and values.
-    let excess = bound.and_then(|bound| bound.excess(&backend.facts(), &work, seconds, 1));
     let Job { operands, .. } = job;
     let non_finite = nonfinite::Results::count(operands, results.out.bytes(), results.lse.bytes());
     let (problem, order, stored) = (operands.problem.clone(), operands.order, job.stored());
-    Ok(Done {
-        plan,
-        unit,
-        problem,
-        order,
-        stored,
-        work,
-        seconds,
-        repetitions,
-        bound,
-        excess,
-        non_finite,
-        choice,
-    })
-}
-
-/// Median time and number of warm runs, or the time of the first run if there is no time for another.
-fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
-    let first = run()?;
-    let (mut spent, mut last) = (first, first);
-    let mut times = Vec::new();
-    while times.len() < MAX_REPETITIONS && spent + last <= MEASURE_SECONDS {
-        last = run()?;
-        spent += last;
-        times.push(last);
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times.get(times.len() / 2).map_or((first, 1), |&median| (median, times.len())))
+    Ok(Done { plan, problem, order, stored, timing, non_finite, backward: None, choice })
 }
 
 impl Done {
     /// The report, one fact on each line: headings and texts.
     fn lines(&self) -> Vec<(&'static str, String)> {
-        let repetitions = match self.repetitions {
-            1 => "one run".to_owned(),
-            n => format!("median of {n} runs"),
-        };
-        let rate = report::flop_rate(self.work.flops / self.seconds);
-        let read = report::byte_rate(self.work.bytes / self.seconds);
+        let Timing { work, seconds, .. } = &self.timing;
+        let read = report::byte_rate(work.bytes / seconds);
         let mut lines = vec![("kernel", self.plan.kernel()), ("problem", shapes(&self.problem, self.order))];
         lines.extend(
             self.stored
                 .map(|(stored, bytes)| ("cache", format!("{stored}, {}", report::bytes(bytes as f64)))),
         );
-        lines.push(("time", format!("{}, {repetitions}", report::seconds(self.seconds))));
-        lines.push(("rate", format!("{rate}, {read} of K and V")));
-        lines.push(("limit", self.reached()));
+        lines.push(("time", self.timing.words()));
+        lines.push(("rate", format!("{}, {read} of K and V", self.timing.flop_rate())));
+        lines.push(("limit", self.timing.reached()));
         lines.extend(self.non_finite.words().map(|words| ("non-finite", words)));
         lines
     }
 
-    /// The fraction of the limit, or why there is none.
-    fn reached(&self) -> String {
-        match self.bound {
-            Some(bound) => {
-                let fraction = report::percent(bound.fraction(&self.work, self.seconds));
-                let threads = self.unit.as_ref().and_then(|unit| unit.threads);
-                let threads = threads.map(|n| format!(" ({})", report::counted(n, "thread")));
-                let why = self.excess.as_ref().map(|why| format!(": {why}"));
-                format!("{fraction} of {bound}{}{}", threads.unwrap_or_default(), why.unwrap_or_default())
-            }
-            None if self.unit.is_some() => "too small to compare with a limit".to_owned(),
-            None => "no limit applies".to_owned(),
-        }
-    }
-
     fn json(&self, prefix: Option<&str>) -> serde_json::Value {
-        let (d, bound) = (self.problem.dims(), self.bound);
+        let d = self.problem.dims();
         let plain = Codec::of(self.problem.dtype());
         let (k, v) = self.stored.map_or((plain, plain), |(stored, _)| (stored.k, stored.v));
-        json!({
+        let unit = self.timing.unit.as_ref();
+        let mut json = json!({
             "kernel": self.plan.kernel(),
             "backend": self.plan.backend(),
             "backend_reason": self.choice.reason,
-            "unit": self.unit.as_ref().map(|unit| &unit.name),
-            "threads": self.unit.as_ref().map_or(Some(1), |unit| unit.threads),
+            "unit": unit.map(|unit| &unit.name),
+            "threads": unit.map_or(Some(1), |unit| unit.threads),
             "splits": self.plan.splits(),
             "workspace_bytes": self.plan.workspace_bytes(),
             "prefix": prefix,
@@ -425,18 +381,12 @@ impl Done {
             "equalized": self.stored.and_then(|(stored, _)| stored.equalized),
             "cache_bytes": self.stored.map(|(_, bytes)| bytes),
             "visibility": self.problem.desc().visibility.to_string(),
-            "seconds": self.seconds,
-            "repetitions": self.repetitions,
-            "flops": self.work.flops,
-            "kv_bytes": self.work.bytes,
-            "gflops": self.work.flops / self.seconds / 1e9,
-            "gbytes_per_s": self.work.bytes / self.seconds / 1e9,
-            "limit": bound.map(|b| rate_name(b.rate)),
-            "limit_per_s": bound.map(|b| b.limit.per_second),
-            "fraction": bound.map(|b| b.fraction(&self.work, self.seconds)),
-            "fraction_note": self.excess.as_ref().map(Excess::to_string),
-            "non_finite": self.non_finite.json(),
-        })
+        });
+        if let (Some(all), Value::Object(timing)) = (json.as_object_mut(), self.timing.json()) {
+            all.extend(timing);
+            all.insert("non_finite".to_owned(), self.non_finite.json());
+        }
+        json
     }
 }
 

@@ -6,18 +6,21 @@ use crate::options::CpuArgs;
 use flashtile::{AnyPlan, BackendName, Choice, PlanOptions, Problem, Unsupported};
 use std::sync::Arc;
 
-/// Selects the backend that is asked for, and plans. The library chooses for auto, unless options restrict the cpu.
+/// Selects the backend that is asked for, and plans. The library chooses for auto, unless options restrict the cpu, or ask for gradients
+/// (`grad`), for which no other backend has kernels.
 pub(crate) fn select(
     asked: BackendName,
     cpu: CpuArgs,
+    grad: bool,
     problem: &Problem,
     options: PlanOptions,
 ) -> Result<Choice> {
-    let given = cpu.given();
+    let mut given = cpu.given();
     let name = asked.backend();
     if !(asked.is_auto() || name == "cpu" || given.is_empty()) {
         return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
     }
+    given.extend((asked.is_auto() && grad).then_some("--grad"));
     if given.is_empty() && name != "cpu" {
         return Ok(asked.choose(problem, options)?);
     }

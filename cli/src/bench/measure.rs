@@ -3,6 +3,7 @@
 use super::options::CacheKind;
 use super::rows::{Kind, Row};
 use super::tile;
+use crate::backward::BackwardPlan;
 use crate::buffer::{Buffer, load};
 use crate::failure::{Failure, Result};
 use crate::machine::Work;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Number of query rows that are checked against the oracle.
-const CHECKED_ROWS: usize = 4;
+pub(super) const CHECKED_ROWS: usize = 4;
 
 /// Number of distinct rows of codes. They repeat, since drawing random values takes longer than encoding them. It is
 /// not a power of two, so that heads and pages begin with different rows.
@@ -61,7 +62,7 @@ impl Measured {
 }
 
 /// Stored keys or values.
-enum Stored {
+pub(super) enum Stored {
     Elements(Buffer, Dtype),
     Codes(Box<CodePages>),
 }
@@ -101,7 +102,7 @@ impl Stored {
     }
 
     /// A row as f32.
-    fn row(&self, [entry, head, at]: [usize; 3], [_, heads, page, dim]: [usize; 4]) -> Vec<f32> {
+    pub(super) fn row(&self, [entry, head, at]: [usize; 3], [_, heads, page, dim]: [usize; 4]) -> Vec<f32> {
         match self {
             Self::Elements(buffer, dtype) => {
                 let from = ((entry * heads + head) * page + at) * dim;
@@ -117,10 +118,10 @@ impl Stored {
 }
 
 /// Operands in head-major order; for a cache, its pages and block tables.
-struct Operands {
-    q: Buffer,
-    k: Stored,
-    v: Stored,
+pub(super) struct Operands {
+    pub(super) q: Buffer,
+    pub(super) k: Stored,
+    pub(super) v: Stored,
     k_shape: [usize; 4],
     v_shape: [usize; 4],
     tables: Option<BlockTables>,
@@ -157,7 +158,7 @@ fn tables(row: &Row) -> (BlockTables, usize) {
 }
 
 impl Operands {
-    fn random(row: &Row, seed: u64) -> Result<Self> {
+    pub(super) fn random(row: &Row, seed: u64) -> Result<Self> {
         let problem = &row.problem;
         let (dims, dtype) = (problem.dims(), problem.dtype());
         let (k_shape, v_shape, tables) = match row.cache {
@@ -184,7 +185,7 @@ impl Operands {
         Ok(Self { q, k, v, k_shape, v_shape, tables: self.tables.clone() })
     }
 
-    fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
+    pub(super) fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
         let dtype = problem.dtype();
         let q = view(&self.q, dtype, problem.dims().q_shape())?;
         let (k, v) = (self.k.view(self.k_shape)?, self.v.view(self.v_shape)?);
@@ -197,12 +198,12 @@ impl Operands {
 }
 
 /// A buffer as a dense tensor.
-fn view(buffer: &Buffer, dtype: Dtype, shape: [usize; 4]) -> Result<TensorView<'_>> {
+pub(super) fn view(buffer: &Buffer, dtype: Dtype, shape: [usize; 4]) -> Result<TensorView<'_>> {
     TensorView::from_bytes(dtype, buffer.bytes(), shape, Order::Bhsd.strides(shape)).map_err(Failure::new)
 }
 
 /// The output of a problem in head-major order.
-fn outputs<'a>(problem: &Problem, out: &'a mut Buffer) -> Result<Outputs<'a>> {
+pub(super) fn outputs<'a>(problem: &Problem, out: &'a mut Buffer) -> Result<Outputs<'a>> {
     let shape = problem.dims().out_shape();
     let strides = Order::Bhsd.strides(shape);
     let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), shape, strides);
@@ -210,14 +211,14 @@ fn outputs<'a>(problem: &Problem, out: &'a mut Buffer) -> Result<Outputs<'a>> {
 }
 
 /// Quartiles of times.
-fn quartiles(times: &mut [f64]) -> [f64; 3] {
+pub(super) fn quartiles(times: &mut [f64]) -> [f64; 3] {
     times.sort_by(f64::total_cmp);
     let last = times.len() - 1;
     [times[last / 4], times[times.len() / 2], times[last - last / 4]]
 }
 
 /// Fills a tensor with normal elements, which depend only on the seed, not on the number of threads.
-fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
+pub(super) fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     const CHUNK: usize = 1 << 16;
     buffer.bytes_mut().par_chunks_mut(CHUNK).enumerate().for_each(|(index, chunk)| {
         let mut rng = Rng::new(seed << 32 | index as u64);
@@ -236,7 +237,9 @@ pub(super) struct Planner {
 /// A row with its plans.
 pub(super) struct Planned {
     pub(super) row: Row,
-    plan: AnyPlan,
+    pub(super) plan: AnyPlan,
+    /// The plan of the backward pass, if that is what is measured.
+    pub(super) backward: Option<BackwardPlan>,
     /// The plan without shared prefixes, where the first reads them once for all sequences.
     apart: Option<AnyPlan>,
     pub(super) unit: Unit,
@@ -249,14 +252,20 @@ impl Planner {
     /// If there is no plan, or the backend is not compared with the hardware.
     pub(super) fn plan(&self, row: Row) -> Result<Planned> {
         let plan = self.plan_problem(&row.problem)?;
-        let unit = self.backend.unit(&plan).ok_or_else(|| {
+        let backward = (row.kind == Kind::Backward).then(|| BackwardPlan::new(row.kind.name(), &plan));
+        let backward = backward.transpose()?;
+        let unit = match &backward {
+            Some(backward) => backward.unit(&*self.backend, &plan),
+            None => self.backend.unit(&plan),
+        };
+        let unit = unit.ok_or_else(|| {
             let what = "expected auto, cpu, cuda or metal: other backends are not measured";
             Failure::at("--backend", what)
         })?;
         let reads_once = plan.kv_bytes() < plan.problem().kv_bytes();
         let apart = without_prefixes(&row.problem)?.filter(|_| reads_once);
         let apart = apart.map(|problem| self.plan_problem(&problem)).transpose()?;
-        Ok(Planned { row, plan, apart, unit })
+        Ok(Planned { row, plan, backward, apart, unit })
     }
 
     fn plan_problem(&self, problem: &Problem) -> Result<AnyPlan> {
@@ -375,7 +384,7 @@ pub(super) fn measure(planner: &Planner, rows: &[Planned], min_time: f64) -> Res
 }
 
 /// Measures the rows in turns for `seconds`, and at least `min` times.
-fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
+pub(super) fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
     for n in 0..MAX_TIMES {
         if n >= min && started.elapsed().as_secs_f64() >= seconds {
@@ -399,7 +408,12 @@ fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
 const MAX_TIMES: usize = 100_000;
 
 /// Recomputes a few query rows by definition and returns the error.
-fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out: &Buffer) -> Result<f64> {
+pub(super) fn check(
+    problem: &Problem,
+    accumulation: Accumulation,
+    operands: &Operands,
+    out: &Buffer,
+) -> Result<f64> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let mut rng = Rng::new(dims.kv_len as u64);
     let (mut got, mut want) = (Vec::new(), None::<Attention>);
@@ -425,40 +439,65 @@ fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out
     }
 }
 
-/// Computes one query row as a problem of its own.
-fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Attention> {
-    let (dims, dtype) = (problem.dims(), problem.dtype());
-    let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
-    // Queries of packed and cached sequences lie one after another, in one batch entry.
-    let sequence = problem.sequences().partition_point(|s| (s.batch, s.q_start) <= (b, i)) - 1;
-    let s = &problem.sequences()[sequence];
-    let row = i - s.q_start;
-    let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: s.kv_len, ..*dims };
-    let mut desc = ProblemDesc::new(one, Dtype::F32);
-    desc.visibility = problem.desc().visibility;
-    desc.q_offset = Some(QOffset::At(s.q_offset + row as i64));
-    let one_row = desc.validate().map_err(Failure::new)?;
-    let rows = |stored: &Stored, shape: [usize; 4]| -> Vec<f32> {
-        let mut rows = Vec::with_capacity(s.kv_len * shape[3]);
-        for j in 0..s.kv_len {
-            let place = match &operands.tables {
-                None => Some((b, s.kv_start + j)),
-                // Tokens that the cache no longer keeps are not visible.
-                Some(tables) => tables.locate(sequence, j),
-            };
-            match place {
-                Some((entry, at)) => rows.extend(stored.row([entry, h / dims.gqa_group(), at], shape)),
-                None => rows.resize(rows.len() + shape[3], 0.0),
+/// A query row as a problem of its own, in f32.
+pub(super) struct OneRow {
+    pub(super) problem: Problem,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl OneRow {
+    pub(super) fn new(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Self> {
+        let (dims, dtype) = (problem.dims(), problem.dtype());
+        let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
+        let sequence = sequence_of(problem, b, i);
+        let s = &problem.sequences()[sequence];
+        let row = i - s.q_start;
+        let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: s.kv_len, ..*dims };
+        let mut desc = ProblemDesc::new(one, Dtype::F32);
+        desc.visibility = problem.desc().visibility;
+        desc.q_offset = Some(QOffset::At(s.q_offset + row as i64));
+        let rows = |stored: &Stored, shape: [usize; 4]| -> Vec<f32> {
+            let mut rows = Vec::with_capacity(s.kv_len * shape[3]);
+            for j in 0..s.kv_len {
+                let place = match &operands.tables {
+                    None => Some((b, s.kv_start + j)),
+                    // Tokens that the cache no longer keeps are not visible.
+                    Some(tables) => tables.locate(sequence, j),
+                };
+                match place {
+                    Some((entry, at)) => rows.extend(stored.row([entry, h / dims.gqa_group(), at], shape)),
+                    None => rows.resize(rows.len() + shape[3], 0.0),
+                }
             }
-        }
-        rows
-    };
-    let (k, v) = (rows(&operands.k, operands.k_shape), rows(&operands.v, operands.v_shape));
-    let q: Vec<f32> = (q..q + dims.head_dim).map(|index| load(operands.q.bytes(), dtype, index)).collect();
-    let inputs = Inputs::new(
-        TensorView::bhsd::<f32>(&q, one.q_shape()).map_err(Failure::new)?,
-        TensorView::bhsd::<f32>(&k, one.k_shape()).map_err(Failure::new)?,
-        TensorView::bhsd::<f32>(&v, one.v_shape()).map_err(Failure::new)?,
-    );
-    reference::attention(&one_row, &inputs).map_err(Failure::new)
+            rows
+        };
+        Ok(Self {
+            problem: desc.validate().map_err(Failure::new)?,
+            q: (q..q + dims.head_dim).map(|index| load(operands.q.bytes(), dtype, index)).collect(),
+            k: rows(&operands.k, operands.k_shape),
+            v: rows(&operands.v, operands.v_shape),
+        })
+    }
+
+    pub(super) fn inputs(&self) -> Result<Inputs<'_>> {
+        let dims = self.problem.dims();
+        Ok(Inputs::new(
+            TensorView::bhsd::<f32>(&self.q, dims.q_shape()).map_err(Failure::new)?,
+            TensorView::bhsd::<f32>(&self.k, dims.k_shape()).map_err(Failure::new)?,
+            TensorView::bhsd::<f32>(&self.v, dims.v_shape()).map_err(Failure::new)?,
+        ))
+    }
+}
+
+/// The sequence of a query. Queries of packed and cached sequences lie one after another, in one batch entry.
+pub(super) fn sequence_of(problem: &Problem, b: usize, i: usize) -> usize {
+    problem.sequences().partition_point(|s| (s.batch, s.q_start) <= (b, i)) - 1
+}
+
+/// Computes one query row as a problem of its own.
+fn by_definition(problem: &Problem, operands: &Operands, at: [usize; 3]) -> Result<Attention> {
+    let row = OneRow::new(problem, operands, at)?;
+    reference::attention(&row.problem, &row.inputs()?).map_err(Failure::new)
 }

@@ -1,5 +1,6 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
+mod backward;
 mod group;
 mod measure;
 mod options;
@@ -8,6 +9,7 @@ mod plot;
 mod rows;
 mod tile;
 
+use crate::backward::without;
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Bound, rate_name};
 use crate::options::Kernels;
@@ -42,14 +44,10 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             destination.differs_from(other)?;
         }
     }
-    let kinds: &[Kind] = match args.group {
-        Asked::Prefill => &[Kind::Prefill],
-        Asked::Decode => &[Kind::Decode],
-        Asked::All => &[Kind::Prefill, Kind::Decode],
-    };
+    let kinds = kinds(args, &*backend);
     let planner = Planner { backend, options: machine::options(None, args.kernels.choice), tile: args.tile };
     let mut planned: Vec<(Kind, Unit, Vec<Planned>)> = Vec::new();
-    for &kind in kinds {
+    for &kind in &kinds {
         for row in rows::rows(args, kind)? {
             let row = planner.plan(row)?;
             // Kernels on different units have different limits. Over codes a dtype may have another unit: such rows stay beside the others,
@@ -65,6 +63,9 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         }
     }
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows).map(|planned| &planned.row))?;
+    if args.group == Asked::All && !kinds.contains(&Kind::Backward) {
+        report::note(format_args!("note: no backward rows: {}", without(&planner.backend.name())));
+    }
     let bench = Bench {
         planner,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
@@ -100,6 +101,20 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         report::note(format_args!("note: {rows} without a row of this run to compare with"));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The kinds of rows of a group. Of all groups, a backend without a backward pass has the others.
+fn kinds(args: &BenchArgs, backend: &dyn Backend) -> Vec<Kind> {
+    let mut kinds = match args.group {
+        Asked::Prefill => vec![Kind::Prefill],
+        Asked::Decode => vec![Kind::Decode],
+        Asked::Backward => vec![Kind::Backward],
+        Asked::All => vec![Kind::Prefill, Kind::Decode, Kind::Backward],
+    };
+    if args.group == Asked::All && backend.facts().of::<CpuFacts>().is_none() {
+        kinds.retain(|kind| *kind != Kind::Backward);
+    }
+    kinds
 }
 
 /// Opens the backend that --backend names, and refuses options that do not apply to it.
@@ -143,14 +158,19 @@ impl Bench {
         let row = &rows[0].row;
         let (kind, dtype, dims) = (row.kind.name(), row.problem.dtype(), row.problem.dims());
         self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, row.length()));
-        let measured = measure(&self.planner, rows, self.min_time);
+        let measured = match rows {
+            [row @ Planned { backward: Some(plan), .. }] => {
+                backward::measure(&*self.planner.backend, row, plan, self.min_time).map(|row| vec![row])
+            }
+            _ => measure(&self.planner, rows, self.min_time),
+        };
         self.progress.inc(rows.len() as u64);
         measured
     }
 
     fn group(&self, kind: Kind, unit: Unit, rows: &[Planned]) -> Result<Group> {
         let rate = match kind {
-            Kind::Prefill => Rate::Arithmetic,
+            Kind::Prefill | Kind::Backward => Rate::Arithmetic,
             Kind::Decode => Rate::Bandwidth,
         };
         let bound = || Bound::measure(&*self.planner.backend, rate, &unit);

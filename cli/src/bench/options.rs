@@ -10,7 +10,8 @@ use std::path::PathBuf;
 /// Measure attention against the limits of this machine
 ///
 /// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row
-/// first checks a few query rows of its answer against the f64 oracle. Times are medians.
+/// first checks a few query rows of its answer against the f64 oracle, and a backward row also a few rows of each gradient. Times are
+/// medians.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
@@ -38,9 +39,9 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768). LOW..HIGH spreads
-    /// the lengths of a batch over the range: lengths of cached sequences, or in prefill of packed sequences, each
-    /// computed as a whole
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768, backward 2048).
+    /// LOW..HIGH spreads the lengths of a batch over the range: lengths of cached sequences, or in prefill and backward
+    /// of packed sequences, each computed as a whole
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
     /// Elements of a v vector; default as many as of k
@@ -72,7 +73,7 @@ pub(crate) struct BenchArgs {
     /// comparison once per sequence
     #[arg(long, value_name = "TOKENS", value_parser = count)]
     pub(crate) shared: Option<usize>,
-    /// Only causal rows; default with and without for prefill
+    /// Only causal rows; default with and without for prefill and backward
     #[arg(long)]
     pub(crate) causal: bool,
     /// Keys visible to the left and right of each query
@@ -104,7 +105,9 @@ pub(crate) enum Group {
     Prefill,
     /// One query, many cached keys
     Decode,
-    /// All groups
+    /// Gradients of q, k and v, with as many queries as keys; the time of the backward pass alone, on the cpu
+    Backward,
+    /// All groups that the backend has
     All,
 }
 

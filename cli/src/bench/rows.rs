@@ -16,6 +16,7 @@ const PAGE: usize = 16;
 pub(super) enum Kind {
     Prefill,
     Decode,
+    Backward,
 }
 
 impl Kind {
@@ -23,6 +24,7 @@ impl Kind {
         match self {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
+            Self::Backward => "backward",
         }
     }
 }
@@ -51,7 +53,13 @@ impl Row {
     }
 
     /// Whole sequences of several lengths, one after another in one tensor.
-    fn packed(dims: Dims, dtype: Dtype, visibility: Visibility, lengths: Lengths) -> Result<Self> {
+    fn packed(
+        kind: Kind,
+        dims: Dims,
+        dtype: Dtype,
+        visibility: Visibility,
+        lengths: Lengths,
+    ) -> Result<Self> {
         let ends = lengths.of(dims.batch)?.into_iter().scan(0usize, |total, len| {
             *total = total.saturating_add(len);
             Some(*total)
@@ -61,7 +69,7 @@ impl Row {
         let mut desc = ProblemDesc::new(Dims { batch: 1, q_len: total, kv_len: total, ..dims }, dtype);
         desc.visibility = visibility;
         desc.sequences = Sequences::Packed { cu_seqlens_q: cu_seqlens.clone(), cu_seqlens_k: cu_seqlens };
-        Self::without_cache(Kind::Prefill, desc)
+        Self::without_cache(kind, desc)
     }
 
     /// One query, or a chunk of them, for each of several cached sequences.
@@ -113,7 +121,7 @@ impl Row {
         Ok(Self { kind: Kind::Decode, problem, cache, page })
     }
 
-    /// Number of keys: the longest sequence of prefill, or the most that a decode row sees.
+    /// Number of keys: the longest sequence of prefill and backward, or the most that a decode row sees.
     pub(super) fn length(&self) -> usize {
         match self.cache {
             CacheKind::Ring => self.page,
@@ -219,7 +227,8 @@ fn dtypes(args: &BenchArgs) -> Vec<Dtype> {
 /// Rows of one kind.
 pub(super) fn rows(args: &BenchArgs, kind: Kind) -> Result<Vec<Row>> {
     match kind {
-        Kind::Prefill => prefill(args),
+        Kind::Prefill => square(args, kind, if args.quick { &[512, 2048] } else { &[512, 1024, 2048, 4096] }),
+        Kind::Backward => square(args, kind, if args.quick { &[512] } else { &[2048] }),
         Kind::Decode => decode(args),
     }
 }
@@ -240,8 +249,9 @@ fn one_length(lengths: Lengths) -> Result<usize> {
     Ok(low)
 }
 
-fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
-    let lengths = lengths(args, if args.quick { &[512, 2048] } else { &[512, 1024, 2048, 4096] });
+/// Rows with as many queries as keys.
+fn square(args: &BenchArgs, kind: Kind, default: &[usize]) -> Result<Vec<Row>> {
+    let lengths = lengths(args, default);
     let band = args.window.unwrap_or_default();
     let visibilities = if args.causal || band.right() == Some(0) {
         vec![band.and(Visibility::causal())]
@@ -256,8 +266,8 @@ fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
                     let Lengths { low, high } = lengths;
                     for dims in dims(args, (8, 8), high, (high, head_dim)) {
                         rows.push(match low == high {
-                            true => Row::new(Kind::Prefill, dims, dtype, visibility)?,
-                            false => Row::packed(dims, dtype, visibility, lengths)?,
+                            true => Row::new(kind, dims, dtype, visibility)?,
+                            false => Row::packed(kind, dims, dtype, visibility, lengths)?,
                         });
                     }
                 }

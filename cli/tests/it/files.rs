@@ -51,6 +51,11 @@ impl Tensor {
         Self { dtype, shape: shape.to_vec(), bytes }
     }
 
+    /// Its elements in another shape.
+    pub(crate) fn with_shape(&self, shape: &[usize]) -> Self {
+        Self { shape: shape.to_vec(), ..self.clone() }
+    }
+
     /// Elements of a floating-point tensor.
     pub(crate) fn values(&self) -> Vec<f64> {
         let two = |x: &[u8]| [x[0], x[1]];

@@ -7,6 +7,7 @@ mod commands;
 mod examples;
 mod exports;
 mod files;
+mod gradients;
 mod kernels;
 mod kv;
 mod numpy;

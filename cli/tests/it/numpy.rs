@@ -273,3 +273,17 @@ fn changed_bytes_give_the_same_answer_or_an_error() {
         }
     }
 }
+
+#[test]
+fn gradients_of_arrays() {
+    let mut tensors = tensors();
+    tensors.insert("d_out".into(), Tensor::random(Dtype::F16, &[2, 4, 9, 24], 5));
+    let folder = Folder::with(&tensors);
+    let expected = folder.run(&["--grad"]);
+    let archive = folder.path().join("plain.npz");
+    std::fs::write(&archive, npz(&members(&tensors), false)).unwrap();
+    let line = ["run".as_ref(), archive.as_os_str(), "-o".as_ref(), folder.output.as_os_str()];
+    let output = flashtile(line.into_iter().chain(["--grad".as_ref()]));
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+    assert_eq!(read(&folder.output), expected);
+}

@@ -43,6 +43,16 @@ fn the_simulator_has_native_code_of_some_problems() {
 }
 
 #[test]
+fn the_simulator_has_no_backward_pass() {
+    let shape = [1, 2, 9, 64];
+    let mut tensors = qkv(Dtype::F16, &shape, &shape, &shape);
+    tensors.insert("d_out".into(), Tensor::random(Dtype::F16, &shape, 5));
+    let why =
+        "--grad: the simulator backend has no backward kernels, expected --backend auto, cpu or reference";
+    Folder::with(&tensors).refuse(&["--grad", "--backend", "simulator"], why);
+}
+
+#[test]
 fn the_simulator_is_checked() {
     let results = json_lines(&[
         "check",

@@ -1,5 +1,7 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
+mod gradients;
+
 use crate::failure::{Failure, Result, WRONG};
 use crate::machine;
 use crate::nearest;
@@ -16,6 +18,7 @@ use flashtile_testkit::{
     Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, RunnerOptions, catalogue, conformance,
     quantized, seeded_case,
 };
+use gradients::GradientResult;
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +29,10 @@ use std::process::ExitCode;
 ///
 /// Every case is compared with the f64 oracle. The table shows the worst errors, relative to the limits of their own
 /// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
+///
+/// After the cases of the forward pass, those of the backward pass run on every instruction set of the cpu, named
+/// backward_CASE: the cases without a cache that have at most 40000 scores (batch * query heads * queries * keys).
+/// Their table shows the largest error of an element, relative to its own limit.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --list --filter gqa\n  flashtile check --backend cuda --filter decode\n  \
@@ -43,7 +50,7 @@ pub(crate) struct CheckArgs {
     /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
-    /// Run only cases whose name contains one of these
+    /// Run only cases whose name contains one of these; backward_ selects those of the backward pass
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) filter: Vec<String>,
     /// List the selected cases instead of running them
@@ -95,7 +102,7 @@ const MAX_SCORES: u64 = 12_000;
 
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
     if args.list {
-        list(&cases(args)?, args.json)?;
+        list(&Cases::selected(args)?, args.json)?;
         return Ok(ExitCode::SUCCESS);
     }
     let failed = machine::on_threads(args.threads, || check(args))?;
@@ -104,49 +111,110 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
 
 /// Runs the cases. Returns true if one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
-    let runners = runners(args)?;
+    let (runners, cpus) = (runners(args)?, cpus(args)?);
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| &**r as &dyn Runner).collect();
 
-    let cases = cases(args)?;
+    let Cases { forward, backward } = Cases::selected(args)?;
 
-    let progress = progress((cases.len() * runners.len()) as u64);
-    let mut summaries: Vec<Summary> =
-        runners.iter().map(|r| Summary { runner: r.name(), ..Summary::default() }).collect();
-    let mut lines = Vec::new();
-    let mut failures = Vec::new();
-    conformance(&cases, &runners, |result| {
+    let progress = progress((forward.len() * runners.len() + backward.len() * cpus.len()) as u64);
+    let mut report = Reported::new(args.json, runners.iter().map(|runner| runner.name()), &cpus);
+    conformance(&forward, &runners, |result| {
         progress.inc(1);
-        if let Some(summary) = summaries.iter_mut().find(|t| t.runner == result.runner) {
-            summary.add(result);
-        }
-        if args.json {
-            lines.push(as_json(result));
-        } else if result.failed() {
-            failures.push(format!("FAILED {result}"));
-        }
+        report.forward(result);
+    });
+    gradients::run(&backward, &cpus, |result| {
+        progress.inc(1);
+        report.backward(result);
     });
     progress.finish_and_clear();
-    if args.json {
-        lines.iter().try_for_each(report::json)?;
-    } else {
-        report::text(table(&summaries))?;
-        summaries.iter().flat_map(Summary::skips).try_for_each(report::line)?;
-        failures.iter().try_for_each(report::line)?;
+    report.print(!forward.is_empty(), !backward.is_empty())
+}
+
+/// What is reported about all cases.
+struct Reported {
+    forward: Vec<Summary>,
+    backward: Vec<Summary>,
+    /// True for JSON lines instead of tables.
+    is_json: bool,
+    lines: Vec<serde_json::Value>,
+    failures: Vec<String>,
+}
+
+impl Reported {
+    fn new(is_json: bool, runners: impl Iterator<Item = String>, cpus: &[Cpu]) -> Self {
+        let summary = |runner| Summary { runner, ..Summary::default() };
+        Self {
+            forward: runners.map(summary).collect(),
+            backward: cpus.iter().map(gradients::runner).map(summary).collect(),
+            is_json,
+            lines: Vec::new(),
+            failures: Vec::new(),
+        }
     }
-    Ok(summaries.iter().any(|t| t.failed > 0))
+
+    fn forward(&mut self, result: &CaseResult<'_>) {
+        let errors = result.result.as_ref().map(|outcome| {
+            let nrmse = of_limit(&outcome.out);
+            Errors { of_limit: nrmse, closest: outcome.out.worst.max(outcome.lse.worst).max(nrmse) }
+        });
+        if let Some(summary) = self.forward.iter_mut().find(|of| of.runner == result.runner) {
+            summary.add(&result.case.name, result.case.desc.dtype, errors);
+        }
+        if self.is_json {
+            self.lines.push(as_json(result));
+        } else if result.failed() {
+            self.failures.push(format!("FAILED {result}"));
+        }
+    }
+
+    fn backward(&mut self, result: &GradientResult<'_>) {
+        let (name, dtype) = (gradients::name(result.case), result.case.desc.dtype);
+        let errors = result.result.as_ref().map(|found| found.worst());
+        let errors = errors.map(|worst| Errors { of_limit: worst, closest: worst });
+        if let Some(summary) = self.backward.iter_mut().find(|of| of.runner == result.runner) {
+            summary.add(&name, dtype, errors);
+        }
+        if self.is_json {
+            self.lines.push(gradients_json(result));
+        } else if let Err(why) = &result.result
+            && !matches!(why, CaseFailure::Skipped(_))
+        {
+            self.failures.push(format!("FAILED {name} on {}: {why}", result.runner));
+        }
+    }
+
+    /// Prints everything about the passes that have cases. Returns true if a case failed.
+    fn print(&self, has_forward: bool, has_backward: bool) -> Result<bool> {
+        let Self { forward, backward, is_json, lines, failures } = self;
+        let summaries = || forward.iter().chain(backward);
+        if *is_json {
+            lines.iter().try_for_each(report::json)?;
+        } else {
+            if has_forward || !has_backward {
+                report::text(table(forward, "nrmse/limit"))?;
+            }
+            if has_backward {
+                let between = if has_forward { "\n" } else { "" };
+                report::text(format_args!("{between}backward pass:\n{}", table(backward, "error/limit")))?;
+            }
+            summaries().flat_map(Summary::skips).try_for_each(report::line)?;
+            failures.iter().try_for_each(report::line)?;
+        }
+        Ok(summaries().any(|of| of.failed > 0))
+    }
 }
 
 /// Prints the names, dtypes and dimensions of cases.
-fn list(cases: &[Case], json: bool) -> Result<()> {
+fn list(cases: &Cases, json: bool) -> Result<()> {
     if json {
-        let line = |case: &Case| {
+        let line = |(name, case): (String, &Case)| {
             let dtype = case.desc.dtype.name();
-            report::json(&json!({ "case": case.name, "dtype": dtype, "dims": dims_json(&case.desc.dims) }))
+            report::json(&json!({ "case": name, "dtype": dtype, "dims": dims_json(&case.desc.dims) }))
         };
-        return cases.iter().try_for_each(line);
+        return cases.named().try_for_each(line);
     }
     let mut table = Table::new(["case", "dtype", "batch", "heads", "queries", "keys", "dim"]);
-    for case in cases {
+    for (name, case) in cases.named() {
         let d = &case.desc.dims;
         let dim = if d.value_dim == d.head_dim {
             d.head_dim.to_string()
@@ -154,7 +222,7 @@ fn list(cases: &[Case], json: bool) -> Result<()> {
             format!("{}x{}", d.head_dim, d.value_dim)
         };
         table.push(vec![
-            case.name.clone(),
+            name,
             case.desc.dtype.name().to_owned(),
             d.batch.to_string(),
             format!("{}/{}", d.q_heads, d.kv_heads),
@@ -164,7 +232,26 @@ fn list(cases: &[Case], json: bool) -> Result<()> {
         ]);
     }
     report::text(table)?;
-    report::line(report::counted(cases.len(), "case"))
+    report::line(report::counted(cases.named().count(), "case"))
+}
+
+/// True if the options select the CPU.
+fn has_cpu(args: &CheckArgs) -> bool {
+    args.backend.is_auto() || args.backend.backend() == "cpu"
+}
+
+/// The CPU with each selected instruction set.
+fn cpus(args: &CheckArgs) -> Result<Vec<Cpu>> {
+    let isas = match args.isa {
+        Some(_) if !has_cpu(args) => {
+            return Err(Failure::at("--isa", "applies to the cpu backend only"));
+        }
+        None if !has_cpu(args) => Vec::new(),
+        None => Cpu::isas(),
+        Some(isa) => vec![isa],
+    };
+    let cpu = |isa| machine::cpu(CpuArgs { isa: Some(isa), threads: args.threads });
+    isas.into_iter().map(cpu).collect()
 }
 
 /// The backends selected by the options.
@@ -173,19 +260,8 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     if args.kernels.choice != Kernels::Auto && name != "cuda" {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
     }
-    let mut runners: Vec<Box<dyn Runner>> = Vec::new();
-    if args.backend.is_auto() || name == "cpu" {
-        let isas = match args.isa {
-            None => Cpu::isas(),
-            Some(isa) => vec![isa],
-        };
-        for isa in isas {
-            let cpu = machine::cpu(CpuArgs { isa: Some(isa), threads: args.threads })?;
-            runners.push(Box::new(CpuRunner::new(cpu)));
-        }
-    } else if args.isa.is_some() {
-        return Err(Failure::at("--isa", "applies to the cpu backend only"));
-    }
+    let cpus = cpus(args)?.into_iter().map(CpuRunner::new);
+    let mut runners: Vec<Box<dyn Runner>> = cpus.map(|runner| Box::new(runner) as Box<dyn Runner>).collect();
     let others = match args.backend.is_auto() {
         // `flashtile info` says why a device is missing.
         true if args.isa.is_none() => every_device(),
@@ -217,26 +293,64 @@ fn every_device() -> Vec<BackendName> {
 }
 
 /// The cases selected by the options.
-fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
-    let mut cases: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
-    if let Some(text) = args.filter.iter().find(|&text| !cases.iter().any(|c| c.name.contains(text))) {
-        let words = cases.iter().flat_map(|case| case.name.split('_').chain([case.name.as_str()]));
-        let expected = nearest::expected_some(text, words.collect::<BTreeSet<_>>());
-        let what = format_args!("no case has a name with {text}, {expected} (--list shows all)");
-        return Err(Failure::at("--filter", what));
+struct Cases {
+    forward: Vec<Case>,
+    /// Cases whose gradients are checked, under their names in the forward pass.
+    backward: Vec<Case>,
+}
+
+impl Cases {
+    fn selected(args: &CheckArgs) -> Result<Self> {
+        let all: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
+        let has_gradients = |case: &&Case| has_cpu(args) && gradients::has_gradients(case);
+        let backward = all.iter().filter(has_gradients).cloned().collect();
+        let mut cases = Self { forward: all, backward };
+        cases.filter(&args.filter)?;
+        // Seeds give the names and random choices of the property tests, so that their failures can be replayed here.
+        let seeds: Vec<Case> = args.seeds.iter().cloned().flatten().map(seeded_case).collect();
+        cases.backward.extend(seeds.iter().filter(has_gradients).cloned());
+        cases.forward.extend(seeds);
+        for of in [&mut cases.forward, &mut cases.backward] {
+            let mut chosen = std::mem::take(of);
+            if let Some(shard) = args.shard {
+                chosen = chosen.into_iter().skip(shard.index).step_by(shard.of).collect();
+            }
+            if args.exact_memory {
+                chosen = chosen.into_iter().map(Case::exact).collect();
+            }
+            *of = chosen;
+        }
+        Ok(cases)
     }
-    if !args.filter.is_empty() {
-        cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));
+
+    /// Keeps the cases whose name contains one of the texts.
+    fn filter(&mut self, texts: &[String]) -> Result<()> {
+        let names: Vec<String> = self.named().map(|(name, _)| name).collect();
+        if let Some(text) = texts.iter().find(|&text| !names.iter().any(|name| name.contains(text))) {
+            let words = names.iter().flat_map(|name| name.split('_').chain([name.as_str()]));
+            let expected = nearest::expected_some(text, words.collect::<BTreeSet<_>>());
+            let what = format_args!("no case has a name with {text}, {expected} (--list shows all)");
+            return Err(Failure::at("--filter", what));
+        }
+        let keeps = |name: &str| texts.is_empty() || texts.iter().any(|text| name.contains(text));
+        self.forward.retain(|case| keeps(&case.name));
+        self.backward.retain(|case| keeps(&gradients::name(case)));
+        Ok(())
     }
-    // Seeds give the names and random choices of the property tests, so that their failures can be replayed here.
-    cases.extend(args.seeds.iter().cloned().flatten().map(seeded_case));
-    if let Some(shard) = args.shard {
-        cases = cases.into_iter().skip(shard.index).step_by(shard.of).collect();
+
+    /// All cases with the names that reports have.
+    fn named(&self) -> impl Iterator<Item = (String, &Case)> {
+        let forward = self.forward.iter().map(|case| (case.name.clone(), case));
+        forward.chain(self.backward.iter().map(|case| (gradients::name(case), case)))
     }
-    if args.exact_memory {
-        cases = cases.into_iter().map(Case::exact).collect();
-    }
-    Ok(cases)
+}
+
+/// Errors of a case that passed.
+struct Errors {
+    /// Relative to the limit.
+    of_limit: f64,
+    /// The largest ratio of any error to its limit.
+    closest: f64,
 }
 
 /// Outcomes of the cases on one runner.
@@ -249,25 +363,23 @@ struct Summary {
     /// Number of cases that each reason skipped, with the details of the first.
     reasons: BTreeMap<String, (usize, String)>,
     /// Largest error of a passed case for each dtype, relative to the limit of that case.
-    nrmse: [f64; Dtype::ALL.len()],
+    of_limit: [f64; Dtype::ALL.len()],
     /// The passed case that came closest to its limit.
     closest: Option<(f64, String)>,
 }
 
 impl Summary {
-    fn add(&mut self, result: &CaseResult<'_>) {
-        match &result.result {
-            Ok(outcome) => {
+    fn add(&mut self, case: &str, dtype: Dtype, result: std::result::Result<Errors, &CaseFailure>) {
+        match result {
+            Ok(errors) => {
                 self.passed += 1;
-                let out = outcome.out;
-                for (dtype, nrmse) in Dtype::ALL.iter().zip(&mut self.nrmse) {
-                    if *dtype == result.case.desc.dtype {
-                        *nrmse = nrmse.max(of_limit(&out));
+                for (of, worst) in Dtype::ALL.iter().zip(&mut self.of_limit) {
+                    if *of == dtype {
+                        *worst = worst.max(errors.of_limit);
                     }
                 }
-                let ratio = out.worst.max(outcome.lse.worst).max(of_limit(&out));
-                if self.closest.as_ref().is_none_or(|(worst, _)| ratio > *worst) {
-                    self.closest = Some((ratio, result.case.name.clone()));
+                if self.closest.as_ref().is_none_or(|(worst, _)| errors.closest > *worst) {
+                    self.closest = Some((errors.closest, case.to_owned()));
                 }
             }
             Err(CaseFailure::Skipped(why)) => {
@@ -298,21 +410,31 @@ fn of_limit(out: &Report) -> f64 {
     if out.nrmse == 0.0 { 0.0 } else { out.nrmse / out.limit }
 }
 
-fn table(summaries: &[Summary]) -> Table {
+/// A table of runners. `errors` says what the errors of a dtype are.
+fn table(summaries: &[Summary], errors: &str) -> Table {
     let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
-    head.extend(Dtype::ALL.map(|dtype| format!("{dtype} nrmse/limit")));
+    head.extend(Dtype::ALL.map(|dtype| format!("{dtype} {errors}")));
     head.push("closest to a limit".to_owned());
     head.push("case".to_owned());
     let mut table = Table::new(head);
     for summary in summaries {
         let mut row = vec![summary.runner.clone()];
         row.extend([summary.passed, summary.failed, summary.skipped].map(|n| n.to_string()));
-        row.extend(summary.nrmse.map(report::percent));
+        row.extend(summary.of_limit.map(report::percent));
         let (worst, case) = summary.closest.clone().unwrap_or_default();
         row.extend([report::percent(worst), case]);
         table.push(row);
     }
     table
+}
+
+/// `passed`, `skipped` or `failed`.
+const fn outcome_name(failure: Option<&CaseFailure>) -> &'static str {
+    match failure {
+        None => "passed",
+        Some(CaseFailure::Skipped(_)) => "skipped",
+        Some(_) => "failed",
+    }
 }
 
 fn as_json(result: &CaseResult<'_>) -> serde_json::Value {
@@ -322,16 +444,26 @@ fn as_json(result: &CaseResult<'_>) -> serde_json::Value {
         "case": result.case.name,
         "runner": result.runner,
         "dtype": result.case.desc.dtype.name(),
-        "result": match failure {
-            None => "passed",
-            Some(CaseFailure::Skipped(_)) => "skipped",
-            Some(_) => "failed",
-        },
+        "result": outcome_name(failure),
         "plan": outcome.map(|o| &o.plan),
         "nrmse": outcome.map(|o| o.out.nrmse),
         "nrmse_limit": outcome.map(|o| o.out.limit),
         "max_abs": outcome.map(|o| o.out.max_abs),
         "lse_max_abs": outcome.map(|o| o.lse.max_abs),
+        "reason": failure.map(ToString::to_string),
+    })
+}
+
+fn gradients_json(result: &GradientResult<'_>) -> serde_json::Value {
+    let failure = result.result.as_ref().err();
+    let (plan, errors) = result.result.as_ref().ok().map(|found| found.json()).unzip();
+    json!({
+        "case": gradients::name(result.case),
+        "runner": result.runner,
+        "dtype": result.case.desc.dtype.name(),
+        "result": outcome_name(failure),
+        "plan": plan,
+        "gradients": errors,
         "reason": failure.map(ToString::to_string),
     })
 }
