@@ -91,6 +91,7 @@ def formatting():
     run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/smollm/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "examples/train/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "python/Cargo.toml", "--check")
     # Needs objc2-metal, which `prepare.py` makes, in its place: cargo reads every manifest.
@@ -716,6 +717,15 @@ def smollm():
     options = ["--release", "--locked", "-q", "--manifest-path", "examples/smollm/Cargo.toml"]
     run("cargo", "test", *options, env=OPERATORS)
     run("cargo", "run", *options, "--", model, "--check", env=OPERATORS)
+
+
+@step("train", "example: a character transformer trained in candle, beside PyTorch", full=True)
+def train():
+    options = ["--release", "--locked", "-q", "--manifest-path", "examples/train/Cargo.toml"]
+    run("cargo", "run", *options, env=OPERATORS)
+    folder = TARGET / "ci" / "train"
+    run("cargo", "run", *options, "--", "--steps", "200", "--batch", "4", "--twin", folder, env=OPERATORS)
+    run(virtual("transformers", WHEEL + MODELS_OF), "-B", "examples/train/compare.py", folder)
 
 
 @step("transformers", "Python: tensors of PyTorch, its operator, and every model class of Hugging Face transformers", full=True)
