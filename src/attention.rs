@@ -342,8 +342,8 @@ pub fn attention_vec<'a, T: Element>(
 /// # Ok::<(), flashtile::Error>(())
 /// ```
 ///
-/// The equations are in [`gradients`](crate::gradients). Equal inputs give equal bits. Cost: 2.5 times the forward pass, and with the
-/// gradient of a mask about 1 more.
+/// The equations are in [`gradients`](crate::gradients). Equal inputs give equal bits. Cost: 2.5 times the operations of the forward pass, and the
+/// gradient of a mask as many as that pass again.
 ///
 /// # Errors
 /// As [`attention`].

@@ -96,17 +96,11 @@ impl Runner {
     /// [`Error::Problem`] or [`Error::Unsupported`].
     pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&CpuBackwardPlan> {
         self.follow_pool();
-        let found = self.backward_plans.iter().position(|plan| plan.problem().desc() == desc);
-        let last = match found {
-            Some(at) => at,
-            None => {
-                let plan = self.cpu.plan_backward(&desc.clone().validate()?, self.options)?;
-                self.backward_plans.truncate(MAX_PLANS - 1);
-                self.backward_plans.push(plan);
-                self.backward_plans.len() - 1
-            }
-        };
-        self.backward_plans[..=last].rotate_right(1);
+        let (cpu, options) = (&self.cpu, self.options);
+        let is = |plan: &CpuBackwardPlan| plan.problem().desc() == desc;
+        put_first(&mut self.backward_plans, is, || {
+            Ok(cpu.plan_backward(&desc.clone().validate()?, options)?)
+        })?;
         Ok(&self.backward_plans[0])
     }
 
@@ -193,17 +187,12 @@ impl Runner {
         desc: impl FnOnce() -> ProblemDesc,
     ) -> Result<&CpuPlan> {
         self.follow_pool();
-        let found = self.plans.iter().position(|plan| is(plan.problem().desc()));
-        let last = match found {
-            Some(at) => at,
-            None => {
-                let plan = self.cpu.plan(&desc().validate()?, self.options)?;
-                self.plans.truncate(MAX_PLANS - 1);
-                self.plans.push(plan);
-                self.plans.len() - 1
-            }
-        };
-        self.plans[..=last].rotate_right(1);
+        let (cpu, options) = (&self.cpu, self.options);
+        put_first(
+            &mut self.plans,
+            |plan| is(plan.problem().desc()),
+            || Ok(cpu.plan(&desc().validate()?, options)?),
+        )?;
         Ok(&self.plans[0])
     }
 
@@ -228,6 +217,21 @@ impl Runner {
         }
         Ok(())
     }
+}
+
+/// Puts a kept plan for which `is` holds first, or a new one, in place of the one that was used least recently.
+fn put_first<P>(plans: &mut Vec<P>, is: impl Fn(&P) -> bool, make: impl FnOnce() -> Result<P>) -> Result<()> {
+    let last = match plans.iter().position(is) {
+        Some(at) => at,
+        None => {
+            let plan = make()?;
+            plans.truncate(MAX_PLANS - 1);
+            plans.push(plan);
+            plans.len() - 1
+        }
+    };
+    plans[..=last].rotate_right(1);
+    Ok(())
 }
 
 impl std::fmt::Debug for Runner {

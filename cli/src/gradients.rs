@@ -109,7 +109,7 @@ pub(crate) struct Backward {
     lists: [Option<Gradient>; 3],
 }
 
-/// What a backward pass needs beside its plan.
+/// A backward pass to be run, without its plan.
 pub(crate) struct BackwardJob<'a> {
     pub(crate) backend: &'a dyn Backend,
     /// The plan of the forward pass.
@@ -226,7 +226,7 @@ impl Backward {
         json
     }
 
-    /// Compares the gradients with those of the file, if it has any.
+    /// Compares the gradients with the expected ones of the file, if it has any.
     pub(crate) fn compare(&self, archive: &Archive<'_>) -> Result<Vec<Distance>> {
         let of = |of: &Gradient| Distance::new(archive, of, self.order).transpose();
         self.all().filter_map(of).collect()

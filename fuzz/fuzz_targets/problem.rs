@@ -4,8 +4,8 @@
 
 use flashtile::plan::machines;
 use flashtile::{
-    CpuPlan, Dims, Dtype, MaskKind, PlanOptions, Problem, ProblemDesc, QOffset, Sequences, Unsupported,
-    Visibility,
+    CpuBackwardPlan, CpuPlan, Dims, Dtype, MaskKind, PlanOptions, Problem, ProblemDesc, QOffset, Sequences,
+    Unsupported, Visibility,
 };
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
@@ -150,6 +150,21 @@ fn check(problem: &Problem, options: PlanOptions) {
                 assert_eq!(options.splits, Some(got));
                 assert!(got == 0 || got > max);
             }
+            Err(Unsupported::Workspace { .. } | Unsupported::Tasks { .. }) => {}
+            Err(other) => panic!("{other}"),
+        }
+        match CpuBackwardPlan::new(problem, &facts, options) {
+            Ok(plan) => {
+                assert!(problem.no_gradients().is_none() && problem.backward_flops() >= 0.0);
+                assert_eq!(
+                    Ok(&plan),
+                    CpuBackwardPlan::new(problem, &facts, options).as_ref(),
+                    "planning is pure"
+                );
+                assert!(plan.workers() <= facts.threads && plan.to_string().starts_with(&plan.kernel()));
+            }
+            Err(Unsupported::Backward { .. }) => assert!(problem.no_gradients().is_some()),
+            Err(Unsupported::Splits { got, .. }) => assert_eq!((options.splits, got), (Some(0), 0)),
             Err(Unsupported::Workspace { .. } | Unsupported::Tasks { .. }) => {}
             Err(other) => panic!("{other}"),
         }

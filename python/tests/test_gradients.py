@@ -232,6 +232,27 @@ def test_dtypes(dtype):
         close(of, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_precision_errs_at_most_as_much_as_twice_pytorch(dtype, causal):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 4, 300, 64, generator=generator).to(dtype) for _ in range(4)]
+
+    def gradients(attend, dtype):
+        q, k, v, d_out = (x.to(dtype) for x in tensors)
+        leaves = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        attend(*leaves).backward(d_out)
+        return [x.grad.double() for x in leaves]
+
+    sdpa = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    want, theirs = gradients(sdpa, torch.float64), gradients(sdpa, dtype)
+    ours = gradients(lambda q, k, v: attention(q, k, v, causal=causal), dtype)
+    for name, want, theirs, ours in zip("qkv", want, theirs, ours):
+        errors = [((got - want).norm() / want.norm()).item() for got in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1], f"d_{name}: {errors[0]:.2e}, PyTorch {errors[1]:.2e}"
+
+
+
 def test_arrays(rng):
     """Arrays of numpy give arrays, with the bits of tensors."""
     q, k, v, d_out = (rng.standard_normal((2, heads, 21, 16), dtype=numpy.float32) for heads in (4, 2, 2, 4))

@@ -60,7 +60,7 @@ fn loss(case: &BackwardCase, built: &CaseData) -> f64 {
 /// The quotient of central differences with respect to one number, which `set` replaces.
 fn difference(case: &BackwardCase, x: f32, set: impl Fn(&mut CaseData, f32)) -> f64 {
     let at = |x: f32| {
-        let mut built = case.built.clone();
+        let mut built = case.data.clone();
         set(&mut built, x);
         loss(case, &built)
     };
@@ -74,7 +74,7 @@ fn difference(case: &BackwardCase, x: f32, set: impl Fn(&mut CaseData, f32)) -> 
 
 /// Quotients of central differences with respect to the elements of a tensor; 0 for padding and hidden keys, which are not finite.
 fn differences(case: &BackwardCase, tensor: fn(&mut CaseData) -> &mut Guarded) -> Vec<f64> {
-    let of_case = tensor(&mut case.built.clone()).clone();
+    let of_case = tensor(&mut case.data.clone()).clone();
     let quotient = |at: [usize; 4]| match of_case.get(at) {
         x if x.is_finite() => difference(case, x, |built, x| tensor(built).set(at, x)),
         _ => 0.0,
@@ -84,7 +84,7 @@ fn differences(case: &BackwardCase, tensor: fn(&mut CaseData) -> &mut Guarded) -
 
 /// Quotients of central differences with respect to a list.
 fn list_differences(case: &BackwardCase, list: fn(&mut CaseData) -> Option<&mut GuardedList>) -> Vec<f64> {
-    let of_case = list(&mut case.built.clone()).map_or(Vec::new(), |list| list.slice().to_vec());
+    let of_case = list(&mut case.data.clone()).map_or(Vec::new(), |list| list.slice().to_vec());
     let set = |index: usize| move |built: &mut CaseData, x: f32| list(built).unwrap().slice_mut()[index] = x;
     of_case.iter().enumerate().map(|(index, &x)| difference(case, x, set(index))).collect()
 }
@@ -245,7 +245,7 @@ fn long_problems_match_the_oracle_and_bits_do_not_depend_on_plans() {
 }
 
 #[test]
-fn parts_of_d_q_that_one_level_has_no_memory_for_are_added_up_in_order() {
+fn partial_d_q_of_several_levels_are_added_up_in_order() {
     let mut case = Case::new("levels", [1, 1, 1, 20_000, 20_000, 32, 4], Dtype::F32);
     case.desc.visibility = Visibility::window(Some(6), Some(0));
     let prepared = BackwardCase::new(&case).unwrap();
@@ -317,30 +317,94 @@ fn rows_that_see_no_key_have_gradients_of_zero_and_give_none() {
 
 #[test]
 fn a_nan_reaches_the_gradients_of_the_pairs_that_it_belongs_to_and_no_others() {
-    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-        let case = Case::new("nan", [1, 1, 1, 130, 150, 24, 16], dtype).causal(QOffset::At(3));
+    let plain = |dtype| Case::new("nan", [1, 1, 1, 130, 150, 24, 16], dtype).causal(QOffset::At(3));
+    for case in
+        [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().flat_map(|of| [plain(of), plain(of).softcap(5.0)])
+    {
+        let name = format!("{}, softcap {:?}", case.desc.dtype, case.desc.softcap);
         let clean = run(&case, |_| {});
         // Rows from 37 on see key 40, and row 100 sees keys 0 to 103.
         let (row, key) = (100, 40);
-        let of_value = run(&case, |case| case.built.v.set([0, 0, key, 3], f32::NAN));
-        let of_query = run(&case, |case| case.built.q.set([0, 0, row, 3], f32::NAN));
-        let of_d_out = run(&case, |case| case.d_out.set([0, 0, row, 3], f32::NAN));
-        for (n, (isa, clean)) in clean.iter().enumerate() {
-            let nan_rows = |of: &Guarded, same: &Guarded, rows: std::ops::Range<usize>| {
-                for at in of.indices() {
-                    let is_inside = rows.contains(&at[2]);
-                    let got = of.get(at);
-                    if !is_inside {
-                        assert_eq!(got.to_bits(), same.get(at).to_bits(), "{isa}, {dtype}, {at:?}");
+        for x in [f32::NAN, f32::INFINITY] {
+            let of_value = run(&case, |case| case.data.v.set([0, 0, key, 3], x));
+            let of_key = run(&case, |case| case.data.k.set([0, 0, key, 3], x));
+            let of_query = run(&case, |case| case.data.q.set([0, 0, row, 3], x));
+            let of_d_out = run(&case, |case| case.d_out.set([0, 0, row, 3], x));
+            for (n, (isa, clean)) in clean.iter().enumerate() {
+                // Elements of other rows keep their bits.
+                let same = |of: &Guarded, same: &Guarded, rows: std::ops::Range<usize>| {
+                    for at in of.indices().filter(|at| !rows.contains(&at[2])) {
+                        assert_eq!(
+                            of.get(at).to_bits(),
+                            same.get(at).to_bits(),
+                            "{isa}, {name}, {x}, {at:?}"
+                        );
                     }
-                }
-                assert!(rows.clone().all(|row| of.get([0, 0, row, 3]).is_nan()), "{isa}, {dtype}, {rows:?}");
-            };
-            nan_rows(&of_value[n].1.d_q, &clean.d_q, key - 3..130);
-            nan_rows(&of_query[n].1.d_k, &clean.d_k, 0..row + 4);
-            nan_rows(&of_d_out[n].1.d_v, &clean.d_v, 0..row + 4);
-            nan_rows(&of_d_out[n].1.d_q, &clean.d_q, row..row + 1);
+                };
+                same(&of_value[n].1.d_q, &clean.d_q, key - 3..130);
+                same(&of_key[n].1.d_q, &clean.d_q, key - 3..130);
+                same(&of_query[n].1.d_q, &clean.d_q, row..row + 1);
+                same(&of_query[n].1.d_k, &clean.d_k, 0..row + 4);
+                same(&of_query[n].1.d_v, &clean.d_v, 0..row + 4);
+                same(&of_d_out[n].1.d_q, &clean.d_q, row..row + 1);
+                same(&of_d_out[n].1.d_k, &clean.d_k, 0..row + 4);
+                same(&of_d_out[n].1.d_v, &clean.d_v, 0..row + 4);
+                let nan = |of: &Guarded, rows: std::ops::Range<usize>| {
+                    rows.clone().all(|row| !of.get([0, 0, row, 3]).is_finite())
+                };
+                assert!(nan(&of_value[n].1.d_q, key - 3..130), "{isa}, {name}, {x}");
+                assert!(nan(&of_d_out[n].1.d_v, 0..row + 4), "{isa}, {name}, {x}");
+            }
         }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_skipped_tiles_of_a_mask() {
+    let additive = MaskKind::Additive(Dtype::F32);
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        for fill in [MaskFill::Open, MaskFill::Blocks] {
+            let case = Case::new("mask", [1, 2, 1, 96, 300, 32, 16], dtype).mask(additive, "bh", fill);
+            let prepared = BackwardCase::new(&case).unwrap();
+            for isa in Cpu::isas() {
+                let cpu = Cpu::with_isa(isa).unwrap();
+                let [skipped, all] =
+                    [true, false].map(|skip| prepared.run(&cpu, options(None, skip)).unwrap());
+                assert_eq!(skipped.bits(), all.bits(), "{isa}, {dtype}, {fill:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn slopes_of_queries_far_from_every_key_keep_their_digits() {
+    let case = Case::new("far", [1, 2, 2, 5, 64, 16, 16], Dtype::F32).alibi().at(QOffset::At(100_000));
+    let mut prepared = BackwardCase::new(&case).unwrap();
+    // Small enough that distances from the nearest key matter, and all keys count.
+    prepared.data.alibi_slopes.as_mut().unwrap().slice_mut().copy_from_slice(&[1.0 / 256.0, 1.0 / 64.0]);
+    prepared.recompute_oracle().unwrap();
+    for isa in Cpu::isas() {
+        let answer = prepared.run(&Cpu::with_isa(isa).unwrap(), PlanOptions::default()).unwrap();
+        for (got, want) in answer.d_alibi_slopes.slice().iter().zip(&prepared.want.d_alibi_slopes) {
+            assert!(
+                (f64::from(*got) - want).abs() <= 1e-4 * want.abs().max(1.0),
+                "{isa}: {got}, oracle {want}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_probability_is_at_most_1_whatever_the_score() {
+    let dims = [1, 1, 1, 1, 1, 1, 1];
+    let mut prepared = BackwardCase::new(&Case::new("huge", dims, Dtype::F32).scale(1.0)).unwrap();
+    prepared.data.q.set([0; 4], 1.1e5);
+    prepared.data.k.set([0; 4], 1.3e5);
+    prepared.recompute_oracle().unwrap();
+    for isa in Cpu::isas() {
+        let answer = prepared.run(&Cpu::with_isa(isa).unwrap(), PlanOptions::default()).unwrap();
+        let (d_v, d_out) = (answer.d_v.get([0; 4]), prepared.d_out.get([0; 4]));
+        assert!(d_v.abs() <= d_out.abs(), "{isa}: {d_v} of {d_out}");
     }
 }
 
@@ -360,13 +424,13 @@ fn scores_of_large_magnitude_have_the_gradients_of_the_oracle() {
     // Every score of a row is near -120 * sqrt(d), far below the range of exp.
     let case = Case::new("large", [1, 1, 1, 40, 50, 64, 64], Dtype::F32).causal(QOffset::At(9));
     let mut prepared = BackwardCase::new(&case).unwrap();
-    for (tensor, sign) in [(&mut prepared.built.q, -1.0), (&mut prepared.built.k, 1.0)] {
+    for (tensor, sign) in [(&mut prepared.data.q, -1.0), (&mut prepared.data.k, 1.0)] {
         for at in tensor.indices() {
             let x = tensor.get(at);
             tensor.set(at, if at[3] == 0 { sign * 88.0 } else { 0.3 * x });
         }
     }
-    prepared.restate().unwrap();
+    prepared.recompute_oracle().unwrap();
     for isa in Cpu::isas() {
         let answer = prepared.run(&Cpu::with_isa(isa).unwrap(), PlanOptions::default()).unwrap();
         prepared.check(&answer).unwrap_or_else(|failure| panic!("{isa}: {failure}"));
@@ -376,12 +440,15 @@ fn scores_of_large_magnitude_have_the_gradients_of_the_oracle() {
 #[test]
 fn gradients_of_normal_data_are_near_the_oracle() {
     for dims in [[1, 4, 2, 200, 200, 64, 64], [1, 2, 2, 130, 390, 128, 128], [2, 2, 1, 96, 96, 80, 48]] {
-        let case = Case::new("normal", dims, Dtype::F32).causal(QOffset::BottomRight);
-        let prepared = BackwardCase::new(&case).unwrap();
-        for isa in Cpu::isas() {
-            let answer = prepared.run(&Cpu::with_isa(isa).unwrap(), PlanOptions::default()).unwrap();
-            for (tensor, report) in prepared.reports(&answer) {
-                assert!(report.within() && report.nrmse <= 5e-6, "{tensor} on {isa}: {report}");
+        for (dtype, limit) in [(Dtype::F32, 5e-6), (Dtype::F16, 1e-3), (Dtype::BF16, 8e-3)] {
+            let case = Case::new("normal", dims, dtype).causal(QOffset::BottomRight);
+            let prepared = BackwardCase::new(&case).unwrap();
+            for isa in Cpu::isas() {
+                let answer = prepared.run(&Cpu::with_isa(isa).unwrap(), PlanOptions::default()).unwrap();
+                for (tensor, report) in prepared.reports(&answer) {
+                    assert!(report.within() && report.nrmse <= limit, "{tensor} on {isa}, {dtype}: {report}");
+                    println!("{tensor} {isa} {dtype} {:.2e}", report.nrmse);
+                }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Cases of the backward pass: those of the catalogue that have gradients, on every instruction set of the CPU.
+//! Cases of the backward pass: all of the catalogue that have gradients, on every instruction set of the CPU.
 
 use flashtile::quality::Report;
 use flashtile::{Cpu, PlanOptions, Sequences};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Largest number of scores (query heads * queries * keys) of a case: the oracle in f64 and the limits of its gradients take many times as
-/// long as those of the forward pass.
+/// long as the oracle of the forward pass.
 pub(super) const MAX_SCORES: usize = 40_000;
 
 /// Before the name of the case of the forward pass.

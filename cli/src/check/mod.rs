@@ -30,7 +30,7 @@ use std::process::ExitCode;
 /// Every case is compared with the f64 oracle. The table shows the worst errors, relative to the limits of their own
 /// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
 ///
-/// After the cases of the forward pass, those of the backward pass run on every instruction set of the cpu, named
+/// After the cases of the forward pass, cases of the backward pass run on every instruction set of the cpu, named
 /// backward_CASE: the cases without a cache that have at most 40000 scores (batch * query heads * queries * keys).
 /// Their table shows the largest error of an element, relative to its own limit.
 #[derive(Debug, Args)]
@@ -50,7 +50,7 @@ pub(crate) struct CheckArgs {
     /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
-    /// Run only cases whose name contains one of these; backward_ selects those of the backward pass
+    /// Run only cases whose name contains one of these; backward_ selects the cases of the backward pass
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) filter: Vec<String>,
     /// List the selected cases instead of running them
@@ -130,7 +130,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
     report.print(!forward.is_empty(), !backward.is_empty())
 }
 
-/// What is reported about all cases.
+/// The report about all cases.
 struct Reported {
     forward: Vec<Summary>,
     backward: Vec<Summary>,

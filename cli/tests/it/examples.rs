@@ -129,7 +129,9 @@ fn commands(page: &str) -> Vec<Vec<String>> {
         let block = block.split("```").next().unwrap().replace("\\\n", " ");
         for line in block.lines().map(|line| line.split(" #").next().unwrap()) {
             let own = line.strip_prefix("flashtile ");
-            let built = line.strip_prefix("cargo run").and_then(|rest| rest.split_once(" -- "));
+            // Examples are programs of their own.
+            let built = line.strip_prefix("cargo run").filter(|rest| !rest.contains("--manifest-path"));
+            let built = built.and_then(|rest| rest.split_once(" -- "));
             found.extend(own.or(built.map(|(_, args)| args)).map(words));
         }
     }

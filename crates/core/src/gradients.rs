@@ -13,8 +13,8 @@
 //! d_sinks = sum over rows of -exp(sink - lse) * delta
 //! ```
 //!
-//! Sums over rows are over the rows of every query head of a GQA group. A row that sees no key adds nothing, and its `d_q` is 0. Gradients of
-//! rows that no query sees, of padding among them, are 0.
+//! Sums over rows are over the rows of every query head of a GQA group. A row that sees no key adds nothing, and its `d_q` is 0. Keys
+//! and values that no query sees, padding included, have gradient 0.
 
 use crate::dtype::MaskKind;
 use crate::inputs::{self, Inputs, RunError};

@@ -7,7 +7,7 @@ use crate::kernels::backward::bias::{BiasGradient, bias};
 use crate::kernels::backward::state::{Context, RowTerms};
 use crate::kernels::backward::task::{reduce, task};
 use crate::kernels::shared::mask;
-use crate::kernels::shared::score_task::RunInputs;
+use crate::kernels::shared::score_task::{Query, RunInputs};
 use crate::kernels::shared::threads::{Scratch, for_each};
 use crate::plan::CpuBackwardPlan;
 use crate::workspace::Workspace;
@@ -88,9 +88,9 @@ pub(crate) fn run(
         });
     }
     let _env = FloatEnv::ieee();
-    if let (Some(d_sinks), Some(sinks)) = (gradients.d_sinks.as_deref_mut(), inputs.forward.sinks) {
+    if let Some(d_sinks) = gradients.d_sinks.as_deref_mut() {
         // SAFETY: the row terms are filled.
-        unsafe { sum_sinks(&cx, sinks, d_sinks) }
+        unsafe { sum_sinks(&cx, d_sinks) }
     }
     if let Some(d_slopes) = gradients.d_alibi_slopes.as_deref_mut() {
         // SAFETY: the sums of every chunk are stored.
@@ -98,17 +98,24 @@ pub(crate) fn run(
     }
 }
 
+/// `exp(sink - lse)` of a row, the probability of its sink; 0 without one.
+fn sink_prob(cx: &Context<'_>, head: usize, index: usize) -> f64 {
+    let lse = f64::from(cx.inputs.lse[index]);
+    let sink = cx.run.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+    if lse == f64::NEG_INFINITY { 0.0 } else { (sink - lse).exp() }
+}
+
 /// `-sum(exp(sink - lse) * delta)` over the rows of each head.
 ///
 /// # Safety
 /// The row terms are filled.
-unsafe fn sum_sinks(cx: &Context<'_>, sinks: &[f32], d_sinks: &mut [f32]) {
+unsafe fn sum_sinks(cx: &Context<'_>, d_sinks: &mut [f32]) {
     for (head, to) in d_sinks.iter_mut().enumerate() {
+        // SAFETY: the caller's contract.
+        let delta = |index: usize| f64::from(unsafe { *cx.rows.delta.add(index) });
         let term = |index: usize| {
-            let lse = f64::from(cx.inputs.lse[index]);
-            // SAFETY: the caller's contract.
-            let delta = f64::from(unsafe { *cx.rows.delta.add(index) });
-            if lse == f64::NEG_INFINITY { 0.0 } else { (f64::from(sinks[head]) - lse).exp() * delta }
+            let p = sink_prob(cx, head, index);
+            if p == 0.0 { 0.0 } else { p * delta(index) }
         };
         *to = -rows_of(cx, head).map(term).sum::<f64>() as f32;
     }
@@ -124,27 +131,48 @@ fn rows_of(cx: &Context<'_>, head: usize) -> impl Iterator<Item = usize> {
     cx.run.problem.sequences().iter().flat_map(of)
 }
 
-/// Sums of [`RowTerms::slope_sums`] over the rows and chunks of each slope.
+/// `-sum(d_score * distance)` of each slope: [`RowTerms::slope_sums`] over rows and chunks, whose distances are from the nearest visible key,
+/// and what the distance of the query from that key adds.
 ///
 /// # Safety
-/// The sums of every chunk are stored.
+/// The row terms are filled, and the sums of every chunk are stored.
 unsafe fn sum_slopes(cx: &Context<'_>, d_slopes: &mut [f32]) {
-    let (problem, plan) = (cx.run.problem, cx.plan);
-    let dims = problem.dims();
+    let dims = cx.run.problem.dims();
     let is_shared = cx.run.scoring.alibi_stride == 0;
     let mut sums = vec![0.0f64; d_slopes.len()];
-    for (index, s) in problem.sequences().iter().enumerate() {
+    for (index, sequence) in cx.run.problem.sequences().iter().enumerate() {
         for head in 0..dims.q_heads {
-            let first = (s.batch * dims.q_heads + head) * dims.q_len + s.q_start;
             let slope = if is_shared { head } else { index * dims.q_heads + head };
-            for (row, chunk) in
-                (0..s.q_len).flat_map(|row| (0..plan.num_chunks(s)).map(move |chunk| (row, chunk)))
-            {
+            for position in 0..sequence.q_len {
+                let query = Query { index, sequence, position, head };
                 // SAFETY: the caller's contract.
-                sums[slope] -=
-                    f64::from(unsafe { *cx.rows.slope_sums.add(chunk * plan.row_count() + first + row) });
+                sums[slope] -= unsafe { slope_sum(cx, &query) };
             }
         }
     }
     d_slopes.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum as f32);
+}
+
+/// `sum(d_score * distance)` of a row.
+///
+/// # Safety
+/// As [`sum_slopes`].
+unsafe fn slope_sum(cx: &Context<'_>, query: &Query<'_>) -> f64 {
+    let (plan, index) = (cx.plan, cx.row_index(query));
+    let of_chunk = |chunk: usize| {
+        // SAFETY: the caller's contract.
+        f64::from(unsafe { *cx.rows.slope_sums.add(chunk * plan.row_count() + index) })
+    };
+    let sum: f64 = (0..plan.num_chunks(query.sequence)).map(of_chunk).sum();
+    let shift = query.own_key().abs_diff(query.nearest(cx.run.problem));
+    if shift == 0 || cx.inputs.lse[index] == f32::NEG_INFINITY {
+        return sum;
+    }
+    // The sum of d_score over all keys of a row, whose p add up to 1 less that of the sink.
+    // SAFETY: the caller's contract.
+    let delta = f64::from(unsafe { *cx.rows.delta.add(index) });
+    let d_lse = cx.inputs.d_lse.map_or(0.0, |d_lse| f64::from(d_lse[index]));
+    let p = sink_prob(cx, query.head, index);
+    let all = d_lse + if p == 0.0 { 0.0 } else { p * delta };
+    sum + shift as f64 * all
 }

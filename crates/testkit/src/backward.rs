@@ -19,7 +19,7 @@ use flashtile_cpu::cpu::Cpu;
 #[non_exhaustive]
 pub struct BackwardCase {
     /// The tensors of the forward pass.
-    pub built: CaseData,
+    pub data: CaseData,
     /// The oracle's output, rounded to the dtype.
     pub out: Guarded,
     /// The oracle's logsumexp.
@@ -83,9 +83,16 @@ impl BackwardCase {
         }
         let out = Guarded::placed(built.problem.dtype(), dims.out_shape(), built.layout, built.placement);
         let none = AttentionGradients::default();
-        let mut case =
-            Self { built, out, lse: GuardedList::new(rows), d_out, d_lse, want: none.clone(), limits: none };
-        case.restate().map_err(|e| Failure::Error(e.to_string()))?;
+        let mut case = Self {
+            data: built,
+            out,
+            lse: GuardedList::new(rows),
+            d_out,
+            d_lse,
+            want: none.clone(),
+            limits: none,
+        };
+        case.recompute_oracle().map_err(|e| Failure::Error(e.to_string()))?;
         Ok(case)
     }
 
@@ -93,8 +100,8 @@ impl BackwardCase {
     ///
     /// # Errors
     /// [`RunError`] if they do not match the problem.
-    pub fn restate(&mut self) -> Result<(), RunError> {
-        let (problem, inputs) = (&self.built.problem, self.built.inputs());
+    pub fn recompute_oracle(&mut self) -> Result<(), RunError> {
+        let (problem, inputs) = (&self.data.problem, self.data.inputs());
         let attention = reference::attention(problem, &inputs)?;
         for (index, &x) in self.out.indices().zip(&attention.out) {
             self.out.set(index, x as f32);
@@ -102,7 +109,7 @@ impl BackwardCase {
         self.lse.slice_mut().iter_mut().zip(&attention.lse).for_each(|(to, &x)| *to = x as f32);
         let d_lse = self.d_lse.as_ref().map(GuardedList::slice);
         self.want = reference::backward(problem, &inputs, &self.d_out.view(), d_lse)?;
-        self.limits = limits(&self.built, &attention.lse, &self.d_out, d_lse, &self.want)?;
+        self.limits = limits(&self.data, &attention.lse, &self.d_out, d_lse, &self.want)?;
         Ok(())
     }
 
@@ -113,9 +120,9 @@ impl BackwardCase {
                 to.set([b, h, row, d], from.get([b, h, start + row, d]));
             }
         };
-        copy(&mut self.built.q, &from.built.q, s.q_start);
-        copy(&mut self.built.k, &from.built.k, s.kv_start);
-        copy(&mut self.built.v, &from.built.v, s.kv_start);
+        copy(&mut self.data.q, &from.data.q, s.q_start);
+        copy(&mut self.data.k, &from.data.k, s.kv_start);
+        copy(&mut self.data.v, &from.data.v, s.kv_start);
         copy(&mut self.out, &from.out, s.q_start);
         copy(&mut self.d_out, &from.d_out, s.q_start);
         let (dims, all) = (*self.problem().dims(), from.problem().dims().q_len);
@@ -133,14 +140,14 @@ impl BackwardCase {
     /// The problem.
     #[must_use]
     pub const fn problem(&self) -> &Problem {
-        &self.built.problem
+        &self.data.problem
     }
 
     /// The tensors as inputs of a run.
     #[must_use]
     pub fn inputs(&self) -> BackwardInputs<'_> {
         BackwardInputs {
-            forward: self.built.inputs(),
+            forward: self.data.inputs(),
             out: self.out.view(),
             lse: self.lse.slice(),
             d_out: self.d_out.view(),
@@ -173,7 +180,7 @@ impl BackwardCase {
         run: impl FnOnce(&BackwardInputs<'_>, &mut Gradients<'_>) -> Result<(), String>,
     ) -> Result<GradientAnswer, Failure> {
         let (dims, dtype) = (self.problem().dims(), self.problem().dtype());
-        let tensor = |shape| Guarded::placed(dtype, shape, self.built.layout, self.built.placement);
+        let tensor = |shape| Guarded::placed(dtype, shape, self.data.layout, self.data.placement);
         let mut answer = GradientAnswer {
             d_q: tensor(dims.q_shape()),
             d_k: tensor(dims.k_shape()),

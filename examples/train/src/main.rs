@@ -151,10 +151,8 @@ fn main() -> Result<()> {
     let mut twin =
         options.twin.as_ref().map(|_| Trainer::new(model.to_dtype(DType::F64)?, options.rate)).transpose()?;
     let first = model.tensors();
-    let first = first
-        .iter()
-        .map(|(name, tensor)| Ok((name.clone(), tensor.copy()?)))
-        .collect::<Result<std::collections::HashMap<_, _>>>()?;
+    let copy = |(name, tensor): (&String, &Tensor)| Ok((name.clone(), tensor.copy()?));
+    let mut first = first.iter().map(copy).collect::<Result<std::collections::HashMap<_, _>>>()?;
     let mut trainer = Trainer::new(model, options.rate)?;
     let (mut rng, mut batches) = (StdRng::seed_from_u64(options.seed), Vec::new());
     let (bar, began) = (progress(options.steps)?, Instant::now());
@@ -178,7 +176,10 @@ fn main() -> Result<()> {
         plot(file, &trainer.losses)?;
     }
     match (&options.twin, twin) {
-        (Some(folder), Some(twin)) => write_twin(folder, first, &batches, [&trainer.losses, &twin.losses]),
+        (Some(folder), Some(twin)) => {
+            first.insert("rate".to_owned(), Tensor::new(options.rate, &Device::Cpu)?);
+            write_twin(folder, first, &batches, [&trainer.losses, &twin.losses])
+        }
         _ => {
             ensure!(
                 trainer.mean() < options.until,

@@ -176,8 +176,8 @@ macro_rules! entry_points {
             }
             fn row_terms(cx: &Context<'_>, rows: Rows) { backward::row_terms::<$S>(cx, rows) }
             fn d_scores(work: &TileState<'_>, tile: &Tile) { backward::d_scores::<$S, $P>(work, tile) }
-            fn add_products(work: &TileState<'_>, tile: &Tile, d_q: Operand) {
-                backward::add_products::<$S, $P>(work, tile, d_q)
+            fn add_products(work: &TileState<'_>, tile: &Tile, resumes_d_q: bool) {
+                backward::add_products::<$S, $P>(work, tile, resumes_d_q)
             }
             fn store(to: &TensorViewMut<'_>, row: [usize; 3], src: *const f32, scale: f32) {
                 backward::store::<$S>(to, row, src, scale)
@@ -236,7 +236,7 @@ pub(super) mod entry_imports {
     pub(in crate::isa) use crate::kernels::backward::operands::BackwardProducts;
     pub(in crate::isa) use crate::kernels::backward::phases as backward;
     pub(in crate::isa) use crate::kernels::backward::state::{
-        BackwardKernels, Context, KeyState, Operand, PackPhases, TileState,
+        BackwardKernels, Context, KeyState, PackPhases, TileState,
     };
     pub(in crate::isa) use crate::kernels::forward::phases;
     pub(in crate::isa) use crate::kernels::forward::products::stream_values::StreamValues;

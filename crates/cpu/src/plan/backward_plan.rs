@@ -17,6 +17,8 @@ const BLOCK_K: usize = 128;
 const CHUNK_BLOCKS: usize = 8;
 /// Query rows of a tile, a multiple of the rows of every register tile.
 const TILE_ROWS: usize = 96;
+/// Rows whose terms are computed together.
+const ROW_RANGE: usize = 4 * TILE_ROWS;
 /// Floats after each row of a tile of scores, so that rows do not fall into the same sets of a cache.
 const SCORE_PADDING: usize = 16;
 /// Upper bound of the memory that partial sums of `d_q` take, unless there would be fewer of them than threads; in bytes.
@@ -105,7 +107,7 @@ impl WorkspaceParts {
 }
 
 impl CpuBackwardPlan {
-    /// Plans the backward pass of `problem` for a machine. The function is pure and costs `O(tasks log tasks + query rows * chunks)`.
+    /// Plans the backward pass of `problem` for a machine. The function is pure and costs `O(tasks log tasks + query rows)`.
     ///
     /// [`PlanOptions::splits`] of 1 keeps the chunks of a head in one task; a larger number makes each chunk a task.
     ///
@@ -126,10 +128,14 @@ impl CpuBackwardPlan {
         let isa = isa_for(facts.isa, problem);
         let threads = facts.threads.clamp(1, MAX_THREADS);
         let dims = problem.dims();
-        let chunks = problem.sequences().iter().map(num_chunks).sum::<usize>();
-        let most_tasks = chunks.saturating_mul(dims.kv_heads);
-        if most_tasks > MAX_TASKS {
-            return Err(Unsupported::Tasks { got: most_tasks, max: MAX_TASKS });
+        // Each sequence has a task of every chunk of its keys, and a range of row terms for every few tiles of its rows.
+        let units = |s: &Sequence| {
+            let ranges = s.q_len.saturating_mul(dims.gqa_group()).div_ceil(ROW_RANGE);
+            num_chunks(s).saturating_add(ranges).saturating_mul(dims.kv_heads)
+        };
+        let tasks = problem.sequences().iter().map(units).fold(0, usize::saturating_add);
+        if tasks > MAX_TASKS {
+            return Err(Unsupported::Tasks { got: tasks, max: MAX_TASKS });
         }
         let overflow = || Unsupported::Workspace { kernel: kernel_name(problem, isa) };
         let max_rows =
@@ -259,8 +265,8 @@ impl CpuBackwardPlan {
     /// Number of threads that have work.
     #[must_use]
     pub fn workers(&self) -> usize {
-        let most = self.schedule.levels.iter().map(|level| level.tasks.len()).max();
-        self.threads.min(most.unwrap_or(0)).max(1)
+        let widest = self.schedule.levels.iter().map(|level| level.tasks.len()).max();
+        self.threads.min(widest.unwrap_or(0)).max(1)
     }
 
     /// Number of keys in a block.
@@ -334,13 +340,12 @@ fn kernel_name(problem: &Problem, isa: Isa) -> String {
 
 /// Rows of all key/value heads, in ranges of a few tiles.
 fn row_ranges(problem: &Problem) -> Vec<Rows> {
-    const STEP: usize = 4 * TILE_ROWS;
     let dims = problem.dims();
     let of = |(sequence, s): (usize, &Sequence)| {
         let count = s.q_len * dims.gqa_group();
         let of_head = move |kv_head| {
-            let firsts = (0..count).step_by(STEP);
-            firsts.map(move |first| Rows { sequence, kv_head, first, count: STEP.min(count - first) })
+            let firsts = (0..count).step_by(ROW_RANGE);
+            firsts.map(move |first| Rows { sequence, kv_head, first, count: ROW_RANGE.min(count - first) })
         };
         (0..dims.kv_heads).flat_map(of_head)
     };

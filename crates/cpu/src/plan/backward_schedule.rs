@@ -1,7 +1,7 @@
 //! The units of work of a backward plan, and the order in which they run.
 //!
 //! A task owns the gradients of some chunks of keys of one head. If whole heads keep all threads busy, a task has all chunks of its head and
-//! adds up their parts of `d_q` itself. Otherwise each chunk is a task that leaves a partial sum in the workspace, and reductions add the partial
+//! adds up their partial `d_q` itself. Otherwise each chunk is a task that leaves a partial sum in the workspace, and reductions add the partial
 //! sums of a level up in the order of the chunks.
 
 use super::schedule::{Rows, split_cost};
@@ -10,7 +10,7 @@ use flashtile_core::problem::{Problem, Sequence};
 use std::cmp::Reverse;
 use std::ops::Range;
 
-/// Where a task leaves its part of `d_q`.
+/// Where a task leaves its partial `d_q`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DqTarget {
     /// It has all chunks of its head, and stores the gradient.
@@ -65,6 +65,9 @@ pub(super) struct Heads<'a> {
     /// Upper bound of the parts of `d_q` of a level.
     pub(super) max_partials: usize,
 }
+
+/// Upper bound of the positions from which the cost of a chunk is estimated.
+const MAX_SAMPLES: usize = 256;
 
 /// Query rows that a reduction adds up.
 const REDUCED_ROWS: usize = 1024;
@@ -125,6 +128,10 @@ impl Heads<'_> {
         let mut num_partials = first_partial;
         for (rows, costs) in heads {
             let (count, mut first) = (costs.len(), 0);
+            if let ([cost], Some(level)) = (costs.as_slice(), levels.last_mut()) {
+                level.tasks.push(BackwardTask { rows, chunks: 0..1, d_q: DqTarget::Out, cost: *cost });
+                continue;
+            }
             while first < count {
                 if used == first_partial + self.max_partials {
                     levels.push(BackwardLevel::default());
@@ -163,16 +170,16 @@ impl Heads<'_> {
 
     /// Pairs of the keys of a chunk with the rows that see them, and the keys themselves.
     fn cost(&self, s: &Sequence, keys: &Range<usize>) -> u64 {
-        // Every 16th position stands for its neighbours.
-        const STEP: usize = 16;
+        // Some positions stand for their neighbors.
+        let step = s.q_len.div_ceil(MAX_SAMPLES).max(16);
         let pairs = |i: usize| {
             let seen =
                 if self.options.skip_tiles { self.problem.visible(s, i) } else { self.problem.stored(s) };
             let inside = seen.end.min(keys.end).saturating_sub(seen.start.max(keys.start));
-            (inside * STEP.min(s.q_len - i)) as u64
+            inside as u64 * step.min(s.q_len - i) as u64
         };
-        let pairs: u64 = (0..s.q_len).step_by(STEP).map(pairs).sum();
-        pairs * self.problem.dims().gqa_group() as u64 + keys.len() as u64 * 8
+        let pairs: u64 = (0..s.q_len).step_by(step).map(pairs).sum();
+        pairs.saturating_mul(self.problem.dims().gqa_group() as u64).saturating_add(keys.len() as u64 * 8)
     }
 }
 

@@ -57,7 +57,7 @@ unsafe fn chunk_bias(cx: &Context<'_>, to: BiasGradient, rows: Rows, chunk: usiz
         for first in (0..rows.count).step_by(tile_rows) {
             let count = tile_rows.min(rows.count - first);
             let mut work = TileState::new(&keys, Rows { first: rows.first + first, count, ..rows }, scratch);
-            work.of_products = false;
+            work.applies_softcap_slope = false;
             let mut is_packed = false;
             for block in blocks.clone() {
                 let Some(tile) = work.task.tile(0..count, block) else { continue };
@@ -82,7 +82,22 @@ unsafe fn chunk_bias(cx: &Context<'_>, to: BiasGradient, rows: Rows, chunk: usiz
 unsafe fn add_tile(work: &TileState<'_>, tile: &Tile, to: BiasGradient) {
     let [batches, heads, queries, keys] = to.shape;
     let first_key = tile.block * work.task.run.block_k + tile.columns.start;
-    for r in tile.rows.clone() {
+    // Rows of a tile that share their elements are added up first, so that sums over many rows are of few terms.
+    let distinct = match (queries, heads) {
+        (1, 1) => 1,
+        (1, _) => work.task.gqa_group,
+        _ => tile.rows.len(),
+    };
+    for r in distinct..tile.rows.len() {
+        // SAFETY: the caller's contract; the rows are distinct.
+        unsafe {
+            let row = |r: usize| work.memory.d_probs.at(r, tile.columns.start);
+            let from = std::slice::from_raw_parts(row(r).cast_const(), tile.columns.len());
+            let sums = std::slice::from_raw_parts_mut(row(r % distinct), tile.columns.len());
+            sums.iter_mut().zip(from).for_each(|(to, x)| *to += x);
+        }
+    }
+    for r in tile.rows.start..distinct.min(tile.rows.len()) {
         let query = work.task.query(r);
         let at = |n: usize, index: usize| if n == 1 { 0 } else { index };
         let row = (at(batches, query.index) * heads + at(heads, query.head)) * queries

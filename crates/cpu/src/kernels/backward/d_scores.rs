@@ -14,7 +14,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Replaces the products `q . k` of a tile by `p = exp(score - lse)`, and fills `d_probs` with `d_score = p * (d_out . v - delta)`, times the
-/// derivative of the softcap if the gradients are those [of products](TileState::of_products). Both are 0 where the query does not see the
+/// derivative of the softcap if it [applies](TileState::applies_softcap_slope). Both are 0 where the query does not see the
 /// key, up to whole vectors.
 ///
 /// # Safety
@@ -22,7 +22,7 @@ use std::ops::Range;
 #[inline(always)]
 pub(crate) unsafe fn d_scores<S: Simd, P: Products<S>>(work: &TileState<'_>, tile: &Tile) {
     let (task, columns) = (&work.task, whole_columns::<S, P>(tile));
-    let has_softcap = work.of_products && task.run.scoring.softcap.is_some();
+    let has_softcap = work.applies_softcap_slope && task.run.scoring.softcap.is_some();
     // SAFETY: the caller's contract; tiles hold every column of a block.
     unsafe {
         if has_softcap {
@@ -42,8 +42,8 @@ pub(crate) unsafe fn d_scores<S: Simd, P: Products<S>>(work: &TileState<'_>, til
                 delta: *terms.delta.add(index),
             };
             if let Some(sums) = work.slope_sums {
-                let origin = (query.own_key() - (tile.block * task.run.block_k) as i64) as f32;
-                *sums.add(index) += row.d_scores::<S, true>(&columns, factor, origin);
+                let origin = query.nearest(task.run.problem) - (tile.block * task.run.block_k) as i64;
+                *sums.add(index) += row.d_scores::<S, true>(&columns, factor, origin as f32);
             } else {
                 row.d_scores::<S, false>(&columns, factor, 0.0);
             }
@@ -80,18 +80,21 @@ impl Row {
             let mut c = columns.start;
             while c < columns.end {
                 let score = S::load(self.scores.add(c));
-                let p = exp2::<S>(S::fma(score, factor, neg_lse));
-                // Not the product with a p of 0: d_out . v of a key that is not seen may be NaN, and so may lse.
-                let p = S::select_eq(score, hidden, zero, p);
-                let d_score = S::mul(p, S::sub(S::load(self.d_scores.add(c)), delta));
-                let mut d_score = S::select_eq(p, zero, zero, d_score);
+                // Two roundings, as of a score that bias or mask have changed. No p is above 1, but lse is rounded; a NaN passes.
+                let exponent = S::add(S::mul(score, factor), neg_lse);
+                let exponent = S::select_lt(zero, exponent, zero, exponent);
+                // Where p is 0, no product: d_out . v and the softcap of a key that is not seen may be NaN, and so may lse.
+                let p = S::select_eq(score, hidden, zero, exp2::<S>(exponent));
+                let mut d_score = S::mul(p, S::sub(S::load(self.d_scores.add(c)), delta));
                 if SUMS {
                     let distance = S::sub(S::splat(origin - c as f32), S::load(LANE_INDEX.as_ptr()));
-                    sum = S::fma(d_score, S::abs(distance), sum);
+                    let of_bias = S::select_eq(p, zero, zero, d_score);
+                    sum = S::fma(of_bias, S::abs(distance), sum);
                 }
                 if let Some(slopes) = self.softcap_slopes {
                     d_score = S::mul(d_score, S::load(slopes.add(c)));
                 }
+                d_score = S::select_eq(p, zero, zero, d_score);
                 S::store(self.scores.add(c), p);
                 S::store(self.d_scores.add(c), d_score);
                 c += S::LANES;

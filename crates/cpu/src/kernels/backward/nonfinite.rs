@@ -14,12 +14,15 @@ use crate::kernels::shared::score_task::Tile;
 use crate::kernels::shared::scores::whole_columns;
 use crate::simd::Simd;
 
-/// `C = A B` or `C + A B`, whose depth is the keys of the tile.
+/// Visibility of the elements of the depth, keys or rows of a tile.
+type Sees = [bool; 128];
+
+/// `d_score k`: `C = A B` or `C + A B`, whose depth is the keys of the tile.
 ///
 /// # Safety
 /// As [`add_products`](super::products::add_products).
 #[cold]
-pub(super) unsafe fn to_rows<S: Simd, P: BackwardProducts<S>>(
+pub(super) unsafe fn d_q_product<S: Simd, P: BackwardProducts<S>>(
     work: &TileState<'_>,
     tile: &Tile,
     m: Operands<Mat>,
@@ -28,18 +31,21 @@ pub(super) unsafe fn to_rows<S: Simd, P: BackwardProducts<S>>(
     let first = key_steps::<S, P>().whole(&tile.columns).start;
     for r in 0..m.c.rows() {
         let seen = work.task.query(r).seen_keys(work.task.run);
-        let sees = |column: usize| tile.columns.contains(&column) && seen.contains(first_key + column);
+        let mut sees: Sees = [false; 128];
+        for column in tile.columns.clone() {
+            sees[column - first] = seen.contains(first_key + column);
+        }
         // SAFETY: the caller's contract.
-        unsafe { row::<S, P>(&m, r, |k| *m.a.at(r, k), |at| sees(first + at)) }
+        unsafe { row::<S, P>(&m, r, |k| *m.a.at(r, k), &sees) }
     }
 }
 
-/// `C + A^T B`, whose depth is the rows of the tile.
+/// `p^T d_out` or `d_score^T q`: `C + A^T B`, whose depth is the rows of the tile.
 ///
 /// # Safety
 /// As [`add_products`](super::products::add_products).
 #[cold]
-pub(super) unsafe fn of_keys<S: Simd, P: BackwardProducts<S>>(
+pub(super) unsafe fn d_kv_product<S: Simd, P: BackwardProducts<S>>(
     work: &TileState<'_>,
     tile: &Tile,
     m: Operands<Mat>,
@@ -48,13 +54,14 @@ pub(super) unsafe fn of_keys<S: Simd, P: BackwardProducts<S>>(
     let columns = whole_columns::<S, P>(tile);
     for c in 0..m.c.rows() {
         let column = columns.start + c;
-        let sees = |r: usize| {
-            r < tile.rows.len()
-                && tile.columns.contains(&column)
-                && work.task.query(r).seen_keys(work.task.run).contains(first_key + column)
-        };
+        let mut sees: Sees = [false; 128];
+        if tile.columns.contains(&column) {
+            for r in 0..tile.rows.len() {
+                sees[r] = work.task.query(r).seen_keys(work.task.run).contains(first_key + column);
+            }
+        }
         // SAFETY: the caller's contract.
-        unsafe { row::<S, P>(&m, c, |k| *m.a.at(k, c), sees) }
+        unsafe { row::<S, P>(&m, c, |k| *m.a.at(k, c), &sees) }
     }
 }
 
@@ -67,7 +74,7 @@ unsafe fn row<S: Simd, P: BackwardProducts<S>>(
     m: &Operands<Mat>,
     r: usize,
     a: impl Fn(usize) -> f32,
-    sees: impl Fn(usize) -> bool,
+    sees: &Sees,
 ) {
     for c in (0..m.c.cols()).step_by(S::LANES) {
         // SAFETY: the caller's contract.
@@ -77,7 +84,7 @@ unsafe fn row<S: Simd, P: BackwardProducts<S>>(
             for k in 0..m.b.rows() {
                 let mut keep = 0u32;
                 for half in 0..P::PER_F32 {
-                    if sees(k * P::PER_F32 + half) {
+                    if sees[k * P::PER_F32 + half] {
                         keep |= if P::PER_F32 == 2 { 0xffff << (16 * half) } else { u32::MAX };
                     }
                 }

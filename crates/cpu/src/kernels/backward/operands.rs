@@ -11,7 +11,7 @@ use crate::simd::Simd;
 use std::f32::consts::LN_2;
 use std::ops::Range;
 
-/// Conversions of tiles and rows to operands. Those of f32 are operands as they are.
+/// Conversions of tiles and rows to operands. f32 tiles need none.
 ///
 /// # Safety
 /// The contract of [`Products`].

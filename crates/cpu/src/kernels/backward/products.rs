@@ -4,7 +4,7 @@
 
 use super::nonfinite;
 use super::operands::BackwardProducts;
-use super::state::{Operand, TileState};
+use super::state::TileState;
 use crate::kernels::shared::mask::MaskTile;
 use crate::kernels::shared::mat::{Mat, MatMut};
 use crate::kernels::shared::operands::Operands;
@@ -13,7 +13,7 @@ use crate::kernels::shared::score_task::Tile;
 use crate::kernels::shared::scores::whole_columns;
 use crate::simd::Simd;
 
-/// Adds `p^T d_out` and `d_score^T q` to the gradients of the keys, and `d_score k` to that of the rows. The tile has all rows of its state.
+/// Adds `p^T d_out` and `d_score^T q` to the gradients of the keys, and `d_score k` to `d_q` of the tile, which it overwrites unless it resumes. The tile has all rows of its state.
 ///
 /// # Safety
 /// The contract of [`Simd`] holds; gradients of the scores are computed.
@@ -21,13 +21,14 @@ use crate::simd::Simd;
 pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
     work: &TileState<'_>,
     tile: &Tile,
-    d_q: Operand,
+    resumes_d_q: bool,
 ) {
     let (task, keys, rows) = (&work.task, work.keys, tile.rows.len());
     debug_assert!(tile.rows.start == 0);
     let columns = whole_columns::<S, P>(tile);
     let block = keys.first_row(tile.block);
     let steps = rows.next_multiple_of(P::KEY_STEP) / P::PER_F32;
+    let width = S::VECTORS * S::LANES;
     // Rows that hide keys: whole vectors may reach past the keys that any row sees.
     let hides = !tile.full || tile.mask != MaskTile::Full || columns != tile.columns;
     let leaves_out_hidden = hides && !(work.is_finite.get() && keys.is_finite.get());
@@ -48,7 +49,7 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
                 .first(depth.len(), work.memory.d_q.cols())
                 .as_mat(),
             c: work.memory.d_q.first(rows, work.memory.d_q.cols()),
-            resume: d_q == Operand::Resume,
+            resume: resumes_d_q,
         };
         let of_keys = |a: MatMut, b: Mat, c: MatMut| Operands {
             a: a.from(0, columns.start).first(steps, columns.len()).as_mat(),
@@ -57,9 +58,11 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
             resume: true,
         };
         if leaves_out_hidden {
-            nonfinite::to_rows::<S, P>(work, tile, to_rows);
+            nonfinite::d_q_product::<S, P>(work, tile, to_rows);
         } else {
-            by_panels::<S, P, false>(to_rows);
+            for column in (0..to_rows.c.cols()).step_by(width) {
+                P::multiply(to_rows.columns(column, width));
+            }
         }
         if task.has_score_factors.get() {
             scale_rows::<S>(work, tile, d_scores);
@@ -71,32 +74,10 @@ pub(crate) unsafe fn add_products<S: Simd, P: BackwardProducts<S>>(
             of_keys(d_scores, work.row_q.get(), keys.memory.d_k),
         ] {
             if leaves_out_hidden {
-                nonfinite::of_keys::<S, P>(work, tile, operands);
+                nonfinite::d_kv_product::<S, P>(work, tile, operands);
             } else {
-                by_panels::<S, P, true>(operands);
+                P::multiply_transposed(operands);
             }
-        }
-    }
-}
-
-/// A product, as many columns at a time as registers hold; `A` is stored transposed if `T`.
-///
-/// # Safety
-/// The contract of [`Products::multiply`](crate::kernels::shared::products::Products::multiply).
-#[inline(always)]
-unsafe fn by_panels<S: Simd, P: BackwardProducts<S>, const T: bool>(m: Operands<Mat>) {
-    let width = S::VECTORS * S::LANES;
-    for column in (0..m.c.cols()).step_by(width) {
-        let cols = (m.c.cols() - column).min(width);
-        // SAFETY: the caller's contract.
-        unsafe {
-            let operands = Operands {
-                a: m.a,
-                b: m.b.from(0, column).first(m.b.rows(), cols),
-                c: m.c.from(0, column).first(m.c.rows(), cols),
-                resume: m.resume,
-            };
-            if T { P::multiply_transposed(operands) } else { P::multiply(operands) }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Rows, one at a time: what the gradients of their scores take, and gradients as they are stored.
+//! Terms of each row (`-lse` and `delta`), and stores of finished rows.
 
 #![allow(unsafe_code)]
 

@@ -38,7 +38,7 @@ pub(crate) struct RowTerms {
     pub(crate) neg_lse: *mut f32,
     /// `sum(d_out * out) - d_lse`.
     pub(crate) delta: *mut f32,
-    /// `sum(d_score * distance)` of the keys of each chunk, `[chunks][batch, q_heads, q_len]`; null unless the gradients of ALiBi slopes are
+    /// `sum(d_score * distance)` of the keys of each chunk, by their distances from the nearest visible key, `[chunks][batch, q_heads, q_len]`; null unless the gradients of ALiBi slopes are
     /// wanted.
     pub(crate) slope_sums: *mut f32,
 }
@@ -67,7 +67,7 @@ pub(crate) struct BackwardKernels {
     pub(crate) pack_block: unsafe fn(&KeyState<'_>, usize, &Range<usize>),
     pub(crate) pack_rows: unsafe fn(&TileState<'_>),
     pub(crate) d_scores: unsafe fn(&TileState<'_>, &Tile),
-    pub(crate) add_products: unsafe fn(&TileState<'_>, &Tile, Operand),
+    pub(crate) add_products: unsafe fn(&TileState<'_>, &Tile, bool),
     pub(crate) store: unsafe fn(&TensorViewMut<'_>, [usize; 3], *const f32, f32),
 }
 
@@ -137,8 +137,8 @@ pub(crate) struct TileState<'a> {
     pub(crate) row_d_out: Cell<Mat>,
     /// False if an element of the rows is infinite or NaN.
     pub(crate) is_finite: Cell<bool>,
-    /// True if gradients of the scores are for the products `q . k`, with the derivative of the softcap; false if they are for biases.
-    pub(crate) of_products: bool,
+    /// True if gradients of the scores have the derivative of the softcap, as products `q . k` need it; biases are added after the softcap.
+    pub(crate) applies_softcap_slope: bool,
     /// [`RowTerms::slope_sums`] of the tile's chunk, if they are wanted.
     pub(crate) slope_sums: Option<*mut f32>,
 }
@@ -159,15 +159,6 @@ pub(crate) struct TileMemory {
     pub(crate) key_pairs: MatMut,
     /// Sums of `d_score k` over the blocks of a chunk: `[tile rows, q_stride]`.
     pub(crate) d_q: MatMut,
-}
-
-/// Sums that the products of a tile start or add to.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Operand {
-    /// `d_q` is overwritten.
-    Start,
-    /// `d_q` is added to.
-    Resume,
 }
 
 impl<'a> KeyState<'a> {
@@ -232,7 +223,7 @@ impl<'a> TileState<'a> {
                 row_d_out: Cell::new(memory.row_d_out.as_mat()),
                 memory,
                 is_finite: Cell::new(true),
-                of_products: true,
+                applies_softcap_slope: true,
                 slope_sums: None,
             }
         }

@@ -2,11 +2,11 @@
 
 #![allow(unsafe_code)]
 
-use super::state::{Context, KeyState, Operand, TileState};
+use super::state::{Context, KeyState, TileState};
 use crate::plan::{BackwardReduction, BackwardTask, DqTarget, Rows};
 use std::ops::Range;
 
-/// Computes one task: the gradients of the keys and values of some chunks, and their part of `d_q`.
+/// Computes one task: the gradients of the keys and values of some chunks, and their partial `d_q`.
 ///
 /// # Safety
 /// - The machine has the instruction set of the context's kernels, and their matrix unit is configured on this thread.
@@ -35,7 +35,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &BackwardTask, scratch: *mut f
     }
 }
 
-/// Computes the gradients of the keys of a chunk and stores them. Adds their part of `d_q` to `sums`, or stores it as the whole.
+/// Computes the gradients of the keys of a chunk and stores them. Adds their partial `d_q` to `sums`, or stores it as the whole.
 ///
 /// # Safety
 /// As [`task`].
@@ -87,23 +87,23 @@ unsafe fn chunk_gradients(
 /// As [`task`]; the keys are packed.
 unsafe fn tile_gradients(work: &mut TileState<'_>, blocks: Range<usize>) -> bool {
     let kernels = &work.cx.kernels;
-    let mut d_q = Operand::Start;
+    let mut has_keys = false;
     for block in blocks {
         let Some(tile) = work.task.tile(0..work.task.rows.count, block) else { continue };
         // SAFETY: the caller's contract.
         unsafe {
-            if d_q == Operand::Start {
+            if !has_keys {
                 (kernels.scores.pack_queries)(&work.task);
                 (kernels.pack_rows)(work);
             }
             work.task.memory.packed_k = work.keys.key_panels(block);
             (kernels.scores.packed_scores)(&work.task, &tile);
             (kernels.d_scores)(work, &tile);
-            (kernels.add_products)(work, &tile, d_q);
+            (kernels.add_products)(work, &tile, has_keys);
         }
-        d_q = Operand::Resume;
+        has_keys = true;
     }
-    d_q == Operand::Resume
+    has_keys
 }
 
 /// Sets the gradients of the keys of a chunk to 0.
@@ -176,7 +176,7 @@ unsafe fn store_keys(keys: &KeyState<'_>, chunk: usize, blocks: Range<usize>) {
     }
 }
 
-/// Adds up parts of `d_q` in the order of their chunks.
+/// Adds up partial `d_q` in the order of their chunks.
 ///
 /// # Safety
 /// As [`task`], once every task of the level has run.

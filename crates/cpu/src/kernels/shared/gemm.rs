@@ -145,16 +145,19 @@ pub(crate) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {
     unsafe { vectors::<S, M, B, false>(m) }
 }
 
-/// [`gemm`] with `A` stored transposed: element `(row, k)` is `m.a.at(k, row)`. `A` has at least as many columns as `C` has rows, and `B` as
-/// many rows as `A`.
+/// [`gemm`] of any number of vectors, with `A` stored transposed: element `(row, k)` is `m.a.at(k, row)`. `A` has at least as many columns as
+/// `C` has rows, and `B` as many rows as `A`.
 ///
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
 pub(crate) unsafe fn gemm_transposed<S: Simd, M: MulAdd<S>>(m: Operands<Mat>) {
     debug_assert!(m.c.rows() <= m.a.cols() && m.a.rows() == m.b.rows());
-    // SAFETY: the caller's contract.
-    unsafe { vectors::<S, M, Mat, true>(m) }
+    let width = S::VECTORS * S::LANES;
+    for column in (0..m.c.cols()).step_by(width) {
+        // SAFETY: the caller's contract.
+        unsafe { vectors::<S, M, Mat, true>(m.columns(column, width)) }
+    }
 }
 
 /// # Safety

@@ -18,6 +18,23 @@ pub(crate) struct Operands<B> {
     pub(crate) resume: bool,
 }
 
+impl Operands<Mat> {
+    /// The product of at most `width` columns from `column` on.
+    ///
+    /// # Safety
+    /// The column exists.
+    #[inline(always)]
+    pub(crate) unsafe fn columns(self, column: usize, width: usize) -> Self {
+        let cols = (self.c.cols() - column).min(width);
+        // SAFETY: the caller's contract; `B` has the columns of `C`.
+        unsafe {
+            let b = self.b.from(0, column).first(self.b.rows(), cols);
+            let c = self.c.from(0, column).first(self.c.rows(), cols);
+            Self { b, c, ..self }
+        }
+    }
+}
+
 /// Rows of `B`, in runs of rows at a constant distance.
 ///
 /// Packed rows have a loop of their own, which prefetches nothing: prefetches would cost it a tenth of its rate.

@@ -67,7 +67,8 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// has the same bits in products of any shape.
     unsafe fn multiply(operands: Operands<Mat>);
 
-    /// [`Products::multiply`] with `A` stored transposed, `[depth, rows]`. Its depth is a multiple of [`Products::DEPTH_STEP`].
+    /// [`Products::multiply`] of any number of columns, with `A` stored transposed, `[depth, rows]`. Its depth is a multiple of
+    /// [`Products::DEPTH_STEP`].
     unsafe fn multiply_transposed(operands: Operands<Mat>);
 
     /// Scores of few rows with the keys `first + columns`, read in place; `memory` was prepared for the queries of `scores`.
