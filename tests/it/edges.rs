@@ -668,6 +668,10 @@ fn an_infinite_value_whose_probability_underflows_stays_infinite() {
         for (score, shape) in
             [30.0, 200.0, 2000.0].into_iter().flat_map(|score| shapes.map(|shape| (score, shape)))
         {
+            // Half precision differs in how values are read, not in their probabilities.
+            if dtype != Dtype::F32 && score != 200.0 {
+                continue;
+            }
             let built = underflowing(dtype, shape, score);
             let expected = reference::attention(&built.problem, &built.inputs()).unwrap();
             for row in expected.out.chunks(64) {
