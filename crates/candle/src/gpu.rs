@@ -285,7 +285,7 @@ impl CustomOp3 for Op {
 
 impl Op {
     fn forward<S: GpuStorage>(&self, tensors: Qkv<(&S, &Layout)>) -> Result<(S, Shape)> {
-        let qkv = tensors.each(|name, (storage, layout)| Ok(Stored { name, storage, layout }))?;
+        let qkv = tensors.stored();
         let device = qkv.q.storage.device();
         let mask = self.options.mask.as_ref().map(|mask| match mask {
             Mask::Visible(tensor) | Mask::Additive(tensor) => tensor,

@@ -31,8 +31,7 @@ impl CustomOp3 for AttentionOp {
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let tensors = Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) };
-        let stored = tensors.each(|name, (storage, layout)| Ok(Stored { name, storage, layout }))?;
-        self.options.run(stored, self.lse.as_deref())
+        self.options.run(tensors.stored(), self.lse.as_deref())
     }
 
     fn bwd(

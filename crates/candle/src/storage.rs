@@ -302,6 +302,14 @@ impl<T> Qkv<T> {
     }
 }
 
+impl<'a, S> Qkv<(&'a S, &'a Layout)> {
+    /// The tensors with their names, as candle passes them to an operator.
+    pub(crate) fn stored(self) -> Qkv<Stored<'a, S>> {
+        let stored = |name, (storage, layout)| Stored { name, storage, layout };
+        Qkv { q: stored("q", self.q), k: stored("k", self.k), v: stored("v", self.v) }
+    }
+}
+
 /// A function of three tensors as an operator of candle. While it runs, the tensors are locked for reading, even if they share memory.
 pub(crate) struct Op<F> {
     pub(crate) name: &'static str,
@@ -322,8 +330,7 @@ impl<F: Fn(Qkv<Stored<'_>>) -> Result<(CpuStorage, Shape)>> CustomOp3 for Op<F> 
         s3: &CpuStorage,
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let tensors = Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) };
-        (self.run)(tensors.each(|name, (storage, layout)| Ok(Stored { name, storage, layout }))?)
+        (self.run)(Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) }.stored())
     }
 }
 
