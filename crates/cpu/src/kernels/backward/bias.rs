@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::state::{Context, KeyState, TileState};
+use super::task::score_gradients;
 use crate::kernels::shared::score_task::Tile;
 use crate::plan::{BiasTask, Rows};
 
@@ -47,7 +48,6 @@ pub(crate) unsafe fn bias(cx: &Context<'_>, to: BiasGradient, task: &BiasTask, s
 /// # Safety
 /// As [`bias`].
 unsafe fn chunk_bias(cx: &Context<'_>, to: BiasGradient, rows: Rows, chunk: usize, scratch: *mut f32) {
-    let kernels = &cx.kernels;
     let blocks = cx.plan.chunk_blocks(&cx.run.problem.sequences()[rows.sequence], chunk);
     let tile_rows = cx.plan.layout().tile_rows;
     // SAFETY: the caller's contract.
@@ -61,14 +61,8 @@ unsafe fn chunk_bias(cx: &Context<'_>, to: BiasGradient, rows: Rows, chunk: usiz
             let mut is_packed = false;
             for block in blocks.clone() {
                 let Some(tile) = work.task.tile(0..count, block) else { continue };
-                if !is_packed {
-                    (kernels.scores.pack_queries)(&work.task);
-                    (kernels.pack_rows)(&work);
-                    is_packed = true;
-                }
-                work.task.memory.packed_k = keys.key_panels(block);
-                (kernels.scores.packed_scores)(&work.task, &tile);
-                (kernels.d_scores)(&work, &tile);
+                score_gradients(&mut work, &tile, is_packed);
+                is_packed = true;
                 add_tile(&work, &tile, to);
             }
         }

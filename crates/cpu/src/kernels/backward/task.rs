@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::state::{Context, KeyState, TileState};
+use crate::kernels::shared::score_task::Tile;
 use crate::plan::{BackwardReduction, BackwardTask, DqTarget, Rows};
 use std::ops::Range;
 
@@ -86,24 +87,35 @@ unsafe fn chunk_gradients(
 /// # Safety
 /// As [`task`]; the keys are packed.
 unsafe fn tile_gradients(work: &mut TileState<'_>, blocks: Range<usize>) -> bool {
-    let kernels = &work.cx.kernels;
     let mut has_keys = false;
     for block in blocks {
         let Some(tile) = work.task.tile(0..work.task.rows.count, block) else { continue };
         // SAFETY: the caller's contract.
         unsafe {
-            if !has_keys {
-                (kernels.scores.pack_queries)(&work.task);
-                (kernels.pack_rows)(work);
-            }
-            work.task.memory.packed_k = work.keys.key_panels(block);
-            (kernels.scores.packed_scores)(&work.task, &tile);
-            (kernels.d_scores)(work, &tile);
-            (kernels.add_products)(work, &tile, has_keys);
+            score_gradients(work, &tile, has_keys);
+            (work.cx.kernels.add_products)(work, &tile, has_keys);
         }
         has_keys = true;
     }
     has_keys
+}
+
+/// Computes the gradients of the scores of a tile. Packs the rows first, unless they are packed.
+///
+/// # Safety
+/// As [`task`]; the keys are packed.
+pub(super) unsafe fn score_gradients(work: &mut TileState<'_>, tile: &Tile, is_packed: bool) {
+    let kernels = &work.cx.kernels;
+    // SAFETY: the caller's contract.
+    unsafe {
+        if !is_packed {
+            (kernels.scores.pack_queries)(&work.task);
+            (kernels.pack_rows)(work);
+        }
+        work.task.memory.packed_k = work.keys.key_panels(tile.block);
+        (kernels.scores.packed_scores)(&work.task, tile);
+        (kernels.d_scores)(work, tile);
+    }
 }
 
 /// Sets the gradients of the keys of a chunk to 0.
