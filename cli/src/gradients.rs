@@ -103,9 +103,9 @@ pub(crate) struct Backward {
     plan: BackwardPlan,
     timing: Timing,
     order: Order,
-    /// Of q, k and v.
+    /// Gradients of q, k and v.
     tensors: [Gradient; 3],
-    /// Of sinks, the bias and ALiBi slopes, where there are any.
+    /// Gradients of the sinks, the bias and the ALiBi slopes that the problem has.
     lists: [Option<Gradient>; 3],
 }
 

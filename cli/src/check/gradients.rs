@@ -61,7 +61,7 @@ impl Gradients {
 
 /// Runs cases on every processor, several cases at a time, and reports each in order.
 pub(super) fn run(cases: &[Case], cpus: &[Cpu], mut report: impl FnMut(&GradientResult<'_>)) {
-    // As in the forward pass: enough for every thread, but few, so that their tensors stay small.
+    // A batch has cases for every thread, as in the forward pass, and is small because it holds the tensors of all of them.
     const BATCH: usize = 32;
     for batch in cases.chunks(BATCH) {
         let of_case = |case| {

@@ -66,7 +66,7 @@ pub struct Gradients<'a> {
     pub d_sinks: Option<&'a mut [f32]>,
     /// Dense, with the [shape of the mask](bias_shape), if wanted, where the mask is additive.
     pub d_bias: Option<&'a mut [f32]>,
-    /// As many as there are slopes, if wanted, where the problem has ALiBi.
+    /// One for each slope, if wanted, where the problem has ALiBi.
     pub d_alibi_slopes: Option<&'a mut [f32]>,
 }
 

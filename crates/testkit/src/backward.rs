@@ -48,7 +48,7 @@ pub struct GradientAnswer {
     pub d_sinks: GuardedList,
     /// The shape of the mask; empty unless the mask is additive.
     pub d_bias: GuardedList,
-    /// As many as there are slopes; empty without ALiBi.
+    /// One for each slope; empty without ALiBi.
     pub d_alibi_slopes: GuardedList,
 }
 

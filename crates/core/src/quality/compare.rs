@@ -99,7 +99,7 @@ impl<'a> HeadAttention<'a> {
         self.seen.map_or(0..tokens, |seen| seen[row].clone())
     }
 
-    /// Of some keys that a query sees, the first ones and the last ones that are kept in 16 bits.
+    /// The first and the last keys of `seen` that the cache keeps in 16 bits.
     fn kept(&self, seen: &Range<usize>) -> [Range<usize>; 2] {
         let first = seen.start..seen.end.min(self.keep_first).max(seen.start);
         let last_from = seen.end.saturating_sub(self.keep_last).max(first.end);
