@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::step::{StepLayer, StepRunner, StepStore};
 use flashtile_core::cache::HostStore;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs, RunError};
 use flashtile_core::problem::ProblemDesc;
 use flashtile_gpu::SessionError;
@@ -44,6 +45,15 @@ where
 {
     fn compute(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         Ok(self.compute(desc, inputs, outputs)?)
+    }
+
+    fn backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        Ok(self.compute_backward(desc, inputs, gradients)?)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::own_plan::{first, kernel_name, plan_of};
 use crate::backend::{Backend, HostSession, TimedRun};
 use crate::error::{Error, Result};
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::{
     AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
@@ -79,6 +80,15 @@ fn tiling(options: PlanOptions) -> Tiling {
         .with_splits(options.splits.map_or(DECODE_TILE.splits, |splits| splits.min(DECODE_TILE.splits)))
 }
 
+/// Refuses problems that would take too long.
+fn check_size(problem: &Problem) -> std::result::Result<(), Unsupported> {
+    let heads = problem.dims().q_heads;
+    let scores = problem.sequences().iter().map(|s| s.q_len.saturating_mul(s.kv_len));
+    let got = scores.fold(0, usize::saturating_add).saturating_mul(heads);
+    let max = MAX_SCORES;
+    if got > max { Err(Unsupported::Size { what: "scores on the simulator", got, max }) } else { Ok(()) }
+}
+
 impl Facts for Simulator {
     type Plan = SimulatorPlan;
 
@@ -95,12 +105,7 @@ impl Facts for Simulator {
         if options.splits == Some(0) {
             return Err(Unsupported::Splits { got: 0, max: DECODE_TILE.splits });
         }
-        let heads = problem.dims().q_heads;
-        let scores = problem.sequences().iter().map(|s| s.q_len.saturating_mul(s.kv_len));
-        let scores = scores.fold(0, usize::saturating_add).saturating_mul(heads);
-        if scores > MAX_SCORES {
-            return Err(Unsupported::Size { what: "scores on the simulator", got: scores, max: MAX_SCORES });
-        }
+        check_size(problem)?;
         let plan = PortablePlan::with_tiling(problem, tiling(options))?;
         match plan.with_native(find) {
             Some(_) => Ok(SimulatorPlan { problem: problem.clone(), options }),
@@ -168,6 +173,16 @@ impl HostSession for SimulatorSession {
         // Refuses problems that would take too long.
         Facts::plan(&Simulator, &desc.clone().validate()?, self.options)?;
         self.session.compute(desc, inputs, outputs).map_err(fault)
+    }
+
+    fn backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<()> {
+        check_size(&desc.clone().validate()?)?;
+        self.session.compute_backward(desc, inputs, gradients).map_err(fault)
     }
 }
 

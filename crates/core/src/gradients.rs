@@ -16,7 +16,7 @@
 //! Sums over rows are over the rows of every query head of a GQA group. A row that sees no key adds nothing, and its `d_q` is 0. Keys
 //! and values that no query sees, padding included, have gradient 0.
 
-use crate::dtype::MaskKind;
+use crate::dtype::{Dtype, MaskKind};
 use crate::inputs::{self, Inputs, RunError};
 use crate::problem::Problem;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -92,6 +92,25 @@ fn check_len(tensor: &'static str, expected: usize, got: Option<usize>) -> Resul
     }
 }
 
+/// Checks dtype and shape of `d_out`, `d_q`, `d_k` or `d_v`, for backends whose tensors are not in host memory.
+///
+/// # Errors
+/// [`RunError::Dtype`] or [`RunError::Shape`].
+pub fn check_tensor(
+    problem: &Problem,
+    name: &'static str,
+    got: (Dtype, [usize; 4]),
+) -> Result<(), RunError> {
+    let dims = problem.dims();
+    let shape = match name {
+        "d_q" => dims.q_shape(),
+        "d_k" => dims.k_shape(),
+        "d_v" => dims.v_shape(),
+        _ => dims.out_shape(),
+    };
+    inputs::tensor(name, (problem.dtype(), shape), got)
+}
+
 /// Checks the inputs of a forward run, and the gradients of its results.
 pub(crate) fn check_out_gradients(
     problem: &Problem,
@@ -104,7 +123,7 @@ pub(crate) fn check_out_gradients(
     }
     inputs::check_inputs(problem, inputs)?;
     let dims = problem.dims();
-    inputs::tensor("d_out", (problem.dtype(), dims.out_shape()), (d_out.dtype(), d_out.shape()))?;
+    check_tensor(problem, "d_out", (d_out.dtype(), d_out.shape()))?;
     check_len("d_lse", dims.lse_shape().iter().product(), d_lse.map(<[f32]>::len))
 }
 
@@ -117,11 +136,10 @@ pub fn check(
     let BackwardInputs { forward, out, lse, d_out, d_lse } = inputs;
     check_out_gradients(problem, forward, d_out, *d_lse)?;
     inputs::check_outputs(problem, (out.dtype(), out.shape()), Some(lse.len()))?;
-    let (dims, dtype) = (problem.dims(), problem.dtype());
     let Gradients { d_q, d_k, d_v, d_sinks, d_bias, d_alibi_slopes } = gradients;
-    inputs::tensor("d_q", (dtype, dims.q_shape()), (d_q.dtype(), d_q.shape()))?;
-    inputs::tensor("d_k", (dtype, dims.k_shape()), (d_k.dtype(), d_k.shape()))?;
-    inputs::tensor("d_v", (dtype, dims.v_shape()), (d_v.dtype(), d_v.shape()))?;
+    check_tensor(problem, "d_q", (d_q.dtype(), d_q.shape()))?;
+    check_tensor(problem, "d_k", (d_k.dtype(), d_k.shape()))?;
+    check_tensor(problem, "d_v", (d_v.dtype(), d_v.shape()))?;
     let list = |tensor, expected: Option<usize>, got: &Option<&mut [f32]>| match (expected, got) {
         (None, Some(_)) => Err(RunError::Unexpected { tensor }),
         (None, None) => Ok(()),

@@ -7,6 +7,7 @@ use crate::plan::CudaPlan;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
+use flashtile_gpu::backward::plan::BackwardPlan;
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
@@ -113,6 +114,11 @@ impl Engine for CudaEngine {
     ) -> Result<(), CudaError> {
         prepared.move_to(gpu);
         prepared.launch(inputs, outputs)
+    }
+
+    /// By the portable kernels.
+    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported> {
+        BackwardPlan::new(problem, &self.cuda.facts().into())
     }
 }
 

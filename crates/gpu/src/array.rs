@@ -44,6 +44,19 @@ impl<M: DeviceMemory> GpuArray<M> {
         Ok(Self { memory: memory.map_err(SessionError::device)?, dtype, shape })
     }
 
+    /// Memory whose elements may be any, until something writes them.
+    ///
+    /// # Errors
+    /// As [`GpuArray::zeros`].
+    pub fn uninit<D: HostAccess<Memory = M>>(
+        device: &D,
+        dtype: Dtype,
+        shape: [usize; 4],
+    ) -> Result<Self, SessionError<D::Error>> {
+        let memory = device.uninit(scalar_type(dtype), elements(dtype, shape)?);
+        Ok(Self { memory: memory.map_err(SessionError::device)?, dtype, shape })
+    }
+
     /// A copy of a tensor in host memory, of any strides. The tensor has been read when this returns.
     ///
     /// # Errors
@@ -52,9 +65,7 @@ impl<M: DeviceMemory> GpuArray<M> {
         device: &D,
         tensor: &TensorView<'_>,
     ) -> Result<Self, SessionError<D::Error>> {
-        let (dtype, shape) = (tensor.dtype(), tensor.shape());
-        let memory = device.uninit(scalar_type(dtype), elements(dtype, shape)?);
-        let mut array = Self { memory: memory.map_err(SessionError::device)?, dtype, shape };
+        let mut array = Self::uninit(device, tensor.dtype(), tensor.shape())?;
         array.refill(device, tensor)?;
         Ok(array)
     }

@@ -4,6 +4,8 @@
 //! scratch memory of a plan and launches. [`PortableEngine`] has the kernels of this crate; a backend with kernels of its own has an engine
 //! of its own.
 
+use crate::backward::plan::BackwardPlan;
+use crate::backward::tile::small_tile;
 use crate::error::SessionError;
 use crate::facts::GpuFacts;
 use crate::plan::Plan;
@@ -92,6 +94,12 @@ pub trait Engine {
         inputs: &GpuInputs<'_, MemoryOf<Self>>,
         outputs: &mut GpuOutputs<'_, MemoryOf<Self>>,
     ) -> Result<(), Self::Error>;
+
+    /// Plans the backward pass of a problem.
+    ///
+    /// # Errors
+    /// [`Unsupported`].
+    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported>;
 
     /// Returns true if the engine has learned from an error of a run, so that the problem, planned anew, may
     /// run.
@@ -283,5 +291,21 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
 
     fn forget_written(prepared: &mut Self::Prepared) {
         prepared.pages = None;
+    }
+
+    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported> {
+        let plan = match self.planner {
+            Planner::Device(facts, _) => BackwardPlan::new(problem, &facts)?,
+            Planner::Tiling(_) => {
+                let dims = problem.dims();
+                BackwardPlan::with_tile(problem, small_tile(dims.head_dim.max(dims.value_dim)))?
+            }
+        };
+        match self.native {
+            None => Ok(plan),
+            Some(Native { find, missing }) => {
+                plan.with_native(find).ok_or_else(|| Unsupported::Instance { why: missing(problem) })
+            }
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::shape::{Shape, count, kept_parts};
 use crate::tile::{MAX_SPLITS, Tiling};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{Dims, KeyPart, KvStorage, Problem, Visibility};
+use flashtile_core::problem::{Dims, KeyPart, KvStorage, Problem, ProblemDesc, Visibility};
 use flashtile_core::scoring::log2_factors;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Instance, ScalarType};
@@ -132,11 +132,11 @@ impl RowFormats {
 
 /// Partial results of a row that a launch stores.
 #[derive(Clone, Copy)]
-struct Partials {
+pub(crate) struct Partials {
     /// Index of the first.
-    first: usize,
+    pub(crate) first: usize,
     /// Number of those that other launches store.
-    others: usize,
+    pub(crate) others: usize,
 }
 
 /// Features of the problem that are `#[constant]` parameters of the kernels.
@@ -147,6 +147,18 @@ pub(crate) struct Features {
     pub(crate) has_mask: bool,
     pub(crate) has_tree_mask: bool,
     pub(crate) has_sinks: bool,
+}
+
+impl Features {
+    pub(crate) fn of(desc: &ProblemDesc) -> Self {
+        Self {
+            has_softcap: desc.softcap.is_some(),
+            has_alibi: desc.alibi,
+            has_mask: desc.mask.is_some(),
+            has_tree_mask: desc.tree,
+            has_sinks: desc.sinks,
+        }
+    }
 }
 
 /// Parameters and constants of launches whose tensors lie in certain places.
@@ -165,7 +177,7 @@ fn wide(strides: [usize; 3]) -> [u64; 3] {
 }
 
 /// The parameters of `decode` and `prefill` that no tensor's place changes.
-fn attend(problem: &Problem, shape: &Shape, partials: Partials) -> Result<Attend, Unsupported> {
+pub(crate) fn attend(problem: &Problem, shape: &Shape, partials: Partials) -> Result<Attend, Unsupported> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
     let visibility: Visibility = desc.visibility;
@@ -246,13 +258,7 @@ impl Launches {
             kept: kept.collect::<Result<_, Unsupported>>()?,
             shape,
             rows: RowFormats::of(problem),
-            features: Features {
-                has_softcap: desc.softcap.is_some(),
-                has_alibi: desc.alibi,
-                has_mask: desc.mask.is_some(),
-                has_tree_mask: desc.tree,
-                has_sinks: desc.sinks,
-            },
+            features: Features::of(desc),
         })
     }
 

@@ -12,6 +12,7 @@
 //! | [`launches`] | the instances, parameters and constants of a problem |
 //! | [`session`] | attention on any device: checked inputs, plans and block tables that are kept |
 //! | [`engine`], [`run`] | how a device computes: the portable kernels' engine, and their launches |
+//! | [`backward`] | the backward pass: plans, launches, tensors |
 //! | [`tensors`] | tensors in the memory of a device, whoever has allocated it |
 //! | [`mod@array`], [`upload`], [`uploaded_run`] | copies of host tensors in the memory of a device, and their way back |
 //! | [`cache`] | KV caches in the memory of any device |
@@ -22,6 +23,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod array;
+pub mod backward;
 pub mod cache;
 pub mod codecs;
 pub mod encoding;

@@ -11,8 +11,7 @@ use crate::kernels::merge::{Merge, merge};
 use crate::kernels::prefill::prefill;
 use crate::launches::{Attending, Features, Launches, Placed, Strides};
 use crate::plan::Plan;
-use crate::tensors::{GpuInputs, GpuOutputs};
-use flashtile_core::dtype::{Dtype, MaskKind};
+use crate::tensors::{GpuInputs, GpuOutputs, mask_kind};
 use flashtile_core::inputs::{RunError, alibi_stride};
 use flashtile_core::problem::KeyPart;
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Instance, LaunchError, ScalarType, Span, View};
@@ -188,12 +187,7 @@ fn strides<M: DeviceMemory>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, 
     }
     if let Some(mask) = &inputs.mask {
         strides.mask = mask.steps();
-        strides.mask_kind = match mask.kind {
-            MaskKind::Additive(Dtype::F32) => 0,
-            MaskKind::Additive(Dtype::F16) => 1,
-            MaskKind::Additive(Dtype::BF16) => 2,
-            MaskKind::Bool => 3,
-        };
+        strides.mask_kind = mask_kind(mask.kind);
     }
     let slopes = inputs.alibi_slopes.map_or(0, |list| list.len());
     strides.alibi = alibi_stride(slopes, inputs.q.shape[1]);

@@ -1,5 +1,10 @@
 //! Sessions: attention on a device, with plans and their memory kept from call to call.
 
+use crate::backward;
+use crate::backward::plan::BackwardPlan;
+use crate::backward::run::BackwardWorkspace;
+use crate::backward::tensors::{GpuBackwardInputs, GpuGradients};
+use crate::backward::upload::{BackwardResults, UploadedBackward};
 use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
 use crate::shape::kept_parts;
@@ -7,7 +12,9 @@ use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, dtype_of}
 use crate::upload::{Results, Uploaded};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
+use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{KeyPart, Problem, ProblemDesc};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
@@ -31,6 +38,16 @@ pub struct Session<E: Engine> {
     failures: u64,
     /// Most recently used first.
     plans: Vec<Kept<E>>,
+    /// Most recently used first.
+    backward: Vec<KeptBackward<MemoryOf<E>>>,
+}
+
+/// A backward plan and the memory of its runs.
+struct KeptBackward<M> {
+    plan: BackwardPlan,
+    workspace: BackwardWorkspace<M>,
+    /// True if a graph refers to the plan.
+    captured: bool,
 }
 
 /// A plan and its block tables. Runs follow each other on the device, so that they share memory.
@@ -192,7 +209,7 @@ impl<E: Engine> Session<E> {
     #[must_use]
     pub fn new(device: E::Device, engine: E) -> Self {
         let failures = device.failures();
-        Self { device, engine, failures, plans: Vec::new() }
+        Self { device, engine, failures, plans: Vec::new(), backward: Vec::new() }
     }
 
     /// The device.
@@ -330,15 +347,85 @@ impl<E: Engine> Session<E> {
         Ok(results.download(&self.device, outputs).map_err(SessionError::device)?)
     }
 
+    /// Launches the backward pass of a description over tensors on the device, and returns before it has ended.
+    ///
+    /// # Errors
+    /// The errors of [`Session::run`], and [`SessionError::Unsupported`] where the problem has no gradients.
+    pub fn run_backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &GpuBackwardInputs<'_, MemoryOf<E>>,
+        gradients: &mut GpuGradients<'_, MemoryOf<E>>,
+    ) -> Result<(), E::Error> {
+        self.select_backward(desc)?;
+        let captures = self.captures()?;
+        let KeptBackward { plan, workspace, captured } = &mut self.backward[0];
+        backward::tensors::check(plan.problem(), inputs, gradients)?;
+        *captured |= captures;
+        backward::run::run(&self.device, plan, inputs, gradients, workspace)?;
+        self.device.submit();
+        Ok(())
+    }
+
+    /// Computes the gradients of a description over tensors in host memory: copies them to the device, runs, waits, and copies the gradients
+    /// back.
+    ///
+    /// # Errors
+    /// The errors of [`Session::run_backward`].
+    pub fn compute_backward(
+        &mut self,
+        desc: &ProblemDesc,
+        inputs: &BackwardInputs<'_>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<(), E::Error> {
+        let problem = desc.clone().validate().map_err(SessionError::from)?;
+        gradients::check(&problem, inputs, gradients).map_err(SessionError::from)?;
+        if gradients.d_bias.is_some() {
+            let why = "GPUs do not compute the gradient of a mask";
+            return Err(SessionError::from(Unsupported::Backward { why }).into());
+        }
+        self.select_backward(desc)?;
+        let uploaded = UploadedBackward::new(&self.device, inputs)?;
+        let mut results = BackwardResults::new(&self.device, gradients)?;
+        self.run_backward(desc, &uploaded.inputs(), &mut results.gradients())?;
+        Ok(results.download(&self.device, gradients)?)
+    }
+
+    /// Moves the backward plan of a description to the front, and makes it where there is none.
+    fn select_backward(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
+        let failures = self.device.failures();
+        if failures != self.failures {
+            // Numbers may not have reached the device.
+            self.backward.retain(|kept| kept.captured);
+        }
+        if let Some(at) = self.backward.iter().position(|kept| kept.plan.problem().desc() == desc) {
+            self.backward[..=at].rotate_right(1);
+            return Ok(());
+        }
+        let problem = desc.clone().validate().map_err(SessionError::from)?;
+        let plan = self.engine.plan_backward(&problem).map_err(SessionError::from)?;
+        if self.captures()? {
+            return Err(SessionError::Captures { what: "preparation of a plan" }.into());
+        }
+        let last = self.backward.iter().rposition(|kept| !kept.captured);
+        if let Some(last) = last.filter(|_| self.backward.len() >= MAX_PLANS) {
+            self.backward.remove(last);
+        }
+        let workspace = BackwardWorkspace::new(&self.device, &plan).map_err(SessionError::device)?;
+        self.backward.insert(0, KeptBackward { plan, workspace, captured: false });
+        Ok(())
+    }
+
     /// Gives back the memory of all plans but those that graphs have captured.
     pub fn clear(&mut self) {
         self.plans.retain(|kept| kept.captured);
+        self.backward.retain(|kept| kept.captured);
     }
 
     /// Returns true if a graph has captured a call of the session.
     #[must_use]
     pub fn is_captured(&self) -> bool {
-        self.plans.iter().any(|kept| kept.captured)
+        self.plans.iter().any(|kept| kept.captured) || self.backward.iter().any(|kept| kept.captured)
     }
 
     fn captures(&self) -> Result<bool, E::Error> {

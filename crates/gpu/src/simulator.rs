@@ -2,13 +2,15 @@
 
 use crate::codecs::format_id;
 use crate::engine::PortableEngine;
+use crate::kernels::backward::row_terms::row_terms;
+use crate::kernels::backward::sum_rows::sum_rows;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, encode};
 use crate::session::Session;
 use crate::tile::{PortableTile, Tiling};
-use crate::{native_decode, native_encode, native_prefill};
+use crate::{native_backward_kv, native_backward_q, native_decode, native_encode, native_prefill};
 use flashtile_core::codec::Codec;
 use flashtile_core::problem::Problem;
 use flashtile_kernel::simulator::Simulator;
@@ -82,6 +84,10 @@ pub fn find(wanted: &Instance) -> Option<Instance> {
         "copy_rows" => vec![cache::copy_rows::instance()],
         "read_codes" => vec![cache::read_codes::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
         "read_elements" => vec![cache::read_elements::instance::<bf16, { format_id(Codec::BF16) }>()],
+        "row_terms" => terms_of_rows(),
+        "backward_q" => backward_q(),
+        "backward_kv" => backward_kv(),
+        "sum_rows" => vec![sum_rows::instance()],
         _ => vec![mask_tiles::instance()],
     };
     all.into_iter().find(|instance| {
@@ -141,6 +147,47 @@ fn decodes() -> Vec<Instance> {
 
 fn prefills() -> Vec<Instance> {
     all_codecs!(prefill)
+}
+
+/// Instances of a macro for every dtype and dimension.
+macro_rules! of_elements {
+    ($instance:ident) => {
+        vec![
+            $instance!(f32 64),
+            $instance!(f16 64),
+            $instance!(bf16 64),
+            $instance!(f32 128),
+            $instance!(f16 128),
+            $instance!(bf16 128),
+        ]
+    };
+}
+
+fn terms_of_rows() -> Vec<Instance> {
+    macro_rules! terms {
+        ($q:ident $d:literal) => {
+            row_terms::instance::<$q, $d>()
+        };
+    }
+    of_elements!(terms)
+}
+
+fn backward_q() -> Vec<Instance> {
+    macro_rules! tile {
+        ($q:ident $d:literal) => {
+            native_backward_q!($q, [$d, $d], [1, 1, 2, 1])
+        };
+    }
+    of_elements!(tile)
+}
+
+fn backward_kv() -> Vec<Instance> {
+    macro_rules! tile {
+        ($q:ident $d:literal) => {
+            native_backward_kv!($q, [$d, $d], [1, 1, 2, 1, { if $d > 64 { 1 } else { 0 } }])
+        };
+    }
+    of_elements!(tile)
 }
 
 fn merges() -> Vec<Instance> {

@@ -440,6 +440,16 @@ pub const fn dtype_of(element: ScalarType) -> Option<Dtype> {
     }
 }
 
+/// The type of a mask's elements, as kernels know it.
+pub(crate) const fn mask_kind(kind: MaskKind) -> u32 {
+    match kind {
+        MaskKind::Additive(Dtype::F32) => 0,
+        MaskKind::Additive(Dtype::F16) => 1,
+        MaskKind::Additive(Dtype::BF16) => 2,
+        MaskKind::Bool => 3,
+    }
+}
+
 /// The largest power of two, at most 16, that divides all numbers.
 fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
     1 << numbers.into_iter().fold(16, |bits, n| bits | n).trailing_zeros()

@@ -83,7 +83,7 @@ impl<M> Kept<M> {
 
 /// A mask.
 #[derive(Debug)]
-struct Mask<M> {
+pub(crate) struct Mask<M> {
     memory: M,
     kind: MaskKind,
     shape: [usize; 4],
@@ -143,7 +143,7 @@ fn filled<D: HostAccess>(device: &D, element: ScalarType, bytes: &[u8]) -> Resul
     Ok(memory)
 }
 
-fn list<D: HostAccess>(device: &D, list: &[f32]) -> Result<D::Memory, D::Error> {
+pub(crate) fn list<D: HostAccess>(device: &D, list: &[f32]) -> Result<D::Memory, D::Error> {
     let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
     filled(device, ScalarType::F32, &bytes)
 }
@@ -228,7 +228,7 @@ impl<M: DeviceMemory> Kv<M> {
 }
 
 impl<M> Mask<M> {
-    fn new<D: HostAccess<Memory = M>>(
+    pub(crate) fn new<D: HostAccess<Memory = M>>(
         device: &D,
         mask: &MaskView<'_>,
         placement: Placement,
@@ -255,7 +255,7 @@ impl<M> Mask<M> {
 }
 
 impl<M: DeviceMemory> Mask<M> {
-    fn view(&self) -> GpuMask<'_, M> {
+    pub(crate) fn view(&self) -> GpuMask<'_, M> {
         let Self { memory, kind, shape, strides } = self;
         GpuMask { bytes: memory.view(), kind: *kind, shape: *shape, strides: *strides }
     }

@@ -223,6 +223,37 @@ macro_rules! native_prefill {
     }};
 }
 
+/// The instance of [`backward_q()`](crate::kernels::backward::d_q::backward_q()) with native code: the type of its tensors, the dimensions
+/// of keys and values, and the tile's `ROW_TILES`, `KEY_TILES`, `SIMD_GROUPS` and `TEAM_SIMDS`.
+#[macro_export]
+macro_rules! native_backward_q {
+    ($t:ty, [$d:expr, $dv:expr], [$rows:expr, $keys:expr, $simds:expr, $team:expr]) => {{
+        use ::flashtile_kernel::Scalar;
+        use $crate::kernels::backward::d_q::backward_q;
+        $crate::native_instance!(
+            backward_q [$t, { $d }, { $dv }, { $rows }, { $keys }, { $simds }, { $team }, 1] []
+            (<$t as Scalar>::TYPE, $d, $dv, $rows, $keys, $simds, $team)
+            [K_COLUMNS V_COLUMNS K_PAIRS V_PAIRS CHUNK K_LOADS V_LOADS SCORE_TILES K_LEN V_LEN SCRATCH_LEN]
+        )
+    }};
+}
+
+/// The instance of [`backward_kv()`](crate::kernels::backward::d_kv::backward_kv()) with native code, as [`native_backward_q!`] with
+/// `ROW_TILES`, `QUERY_TILES`, `SIMD_GROUPS`, `TEAM_SIMDS` and `IN_REGISTERS`.
+#[macro_export]
+macro_rules! native_backward_kv {
+    ($t:ty, [$d:expr, $dv:expr], [$rows:expr, $queries:expr, $simds:expr, $team:expr, $registers:expr]) => {{
+        use ::flashtile_kernel::Scalar;
+        use $crate::kernels::backward::d_kv::backward_kv;
+        $crate::native_instance!(
+            backward_kv [$t, { $d }, { $dv }, { $rows }, { $queries }, { $simds }, { $team }, { $registers }, 1] []
+            (<$t as Scalar>::TYPE, $d, $dv, $rows, $queries, $simds, $team, $registers)
+            [K_COLUMNS V_COLUMNS K_PAIRS V_PAIRS CHUNK Q_LOADS O_LOADS KEY_TILES K_LOADS V_LOADS SCORE_TILES ROWS
+             K_LEN V_LEN Q_LEN O_LEN SCRATCH_LEN]
+        )
+    }};
+}
+
 /// The instance of [`encode()`](crate::kernels::encode::encode()) with native code: the type of its rows, the format
 /// and the dimension.
 #[macro_export]

@@ -1,6 +1,7 @@
 //! Device code: kernels and the functions that they share.
 
 pub mod attend;
+pub mod backward;
 pub mod cache;
 pub mod copy;
 pub mod decode;

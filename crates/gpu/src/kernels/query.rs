@@ -72,6 +72,13 @@ pub fn result_of(tile: RowTile, params: &Attend, row: u32) -> u32 {
     (tile.sequence.batch * params.queries + query) * params.q_heads + head_of(tile, params, row)
 }
 
+/// The number of a row among the rows of all batch entries `[B, H, Sq]`, in which order logsumexps lie.
+#[device]
+pub fn lse_index(tile: RowTile, params: &Attend, row: u32) -> u32 {
+    let head = tile.sequence.batch * params.q_heads + head_of(tile, params, row);
+    head * params.queries + tile.sequence.q_start + row / params.group
+}
+
 /// Row `[t][n]` of a lane.
 #[device]
 pub fn lane_query_row(tile: RowTile, t: usize, n: usize) -> u32 {

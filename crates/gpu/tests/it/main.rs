@@ -8,6 +8,7 @@
     reason = "a test fails by panicking and reports by printing"
 )]
 
+mod backward;
 mod cache;
 mod copy;
 mod cuda;

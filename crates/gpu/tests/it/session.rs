@@ -43,7 +43,7 @@ fn agrees<D: HostAccess>(session: &mut Session<PortableEngine<D>>, desc: &Proble
 }
 
 /// A session on the first CUDA device, which holds no less than other devices do.
-fn on_cuda() -> Option<Session<PortableEngine<Gpu>>> {
+pub(super) fn on_cuda() -> Option<Session<PortableEngine<Gpu>>> {
     let facts = GpuFacts {
         cores: 40,
         simds_per_core: 32,

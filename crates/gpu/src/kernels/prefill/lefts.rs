@@ -28,12 +28,12 @@ fn is_direct<const K_FORMAT: u32, const HEAD_DIM: usize, const K_PAIR_WORDS: usi
     is_copied(K_FORMAT, HEAD_DIM as u32, K_PAIR_WORDS as u32) && !is_codes(K_FORMAT) && !centered
 }
 
-/// The first element of a query row.
+/// The first element of a row of a tensor with these strides over batch entry, head and query, in elements.
 #[device]
-fn query_start(tile: RowTile, params: &Attend, row: u32) -> u64 {
-    tile.sequence.batch as u64 * params.q[0]
-        + head_of(tile, params, row) as u64 * params.q[1]
-        + (tile.sequence.q_start + row / params.group) as u64 * params.q[2]
+pub fn row_start(tile: RowTile, params: &Attend, strides: [u64; 3], row: u32) -> u64 {
+    tile.sequence.batch as u64 * strides[0]
+        + head_of(tile, params, row) as u64 * strides[1]
+        + (tile.sequence.q_start + row / params.group) as u64 * strides[2]
 }
 
 /// No queries: products with them are 0.
@@ -48,6 +48,46 @@ fn no_queries<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize>(
         bias: [[0.0; 2]; ROW_TILES],
     };
     none
+}
+
+/// Left operands of rows as they are in memory, times `sign`; rows beyond the last are zeros.
+#[device]
+pub fn row_lefts<
+    T: Element,
+    Operand: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const PAIRS: usize,
+    const ROW_TILES: usize,
+    const TEAM_SIMDS: usize,
+>(
+    memory: &Buffer<T>,
+    strides: [u64; 3],
+    tile: RowTile,
+    params: &Attend,
+    sign: f32,
+) -> [[[Left<Operand>; 2]; PAIRS]; ROW_TILES] {
+    let mut lefts = [[[left_from::<Operand>(0.0, 0.0); 2]; PAIRS]; ROW_TILES];
+    let first = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for m in 0..ROW_TILES {
+        for h in 0..2usize {
+            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
+            if row < tile.rows {
+                let start = row_start(tile, params, strides, row);
+                for i in 0..PAIRS {
+                    let c = first + 8 * i as u32;
+                    let mut pair = [0.0; 2];
+                    for n in 0..2usize {
+                        if COLUMNS == DIM || c + (n as u32) < DIM as u32 {
+                            pair[n] = memory[start + (c + n as u32) as u64].to_f32() * sign;
+                        }
+                    }
+                    lefts[m][i][h] = left_from::<Operand>(pair[0], pair[1]);
+                }
+            }
+        }
+    }
+    lefts
 }
 
 /// Queries as they are in memory; rows beyond the last are zeros.
@@ -67,23 +107,9 @@ fn direct_queries<
 ) -> Queries<KOperand, K_PAIRS, ROW_TILES> {
     let mut queries = no_queries::<KOperand, K_PAIRS, ROW_TILES>(params.scale.abs());
     let sign = select(params.scale < 0.0, -1.0, 1.0);
-    let first = first_column::<K_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
-    for m in 0..ROW_TILES {
-        for h in 0..2usize {
-            let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
-            if row < tile.rows {
-                let start = query_start(tile, params, row);
-                for i in 0..K_PAIRS {
-                    let c = first + 8 * i as u32;
-                    if K_COLUMNS == HEAD_DIM || c < HEAD_DIM as u32 {
-                        let x = q[start + c as u64].to_f32() * sign;
-                        let y = q[start + c as u64 + 1].to_f32() * sign;
-                        queries.rounded[m][i][h] = left_from::<KOperand>(x, y);
-                    }
-                }
-            }
-        }
-    }
+    queries.rounded = row_lefts::<QElement, KOperand, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS>(
+        q, params.q, tile, params, sign,
+    );
     queries
 }
 
@@ -97,7 +123,7 @@ fn fetch_query<QElement: Element, const HEAD_DIM: usize>(
 ) -> [f32; 16] {
     let mut query = [0.0; 16];
     if row < tile.rows {
-        let start = query_start(tile, params, row);
+        let start = row_start(tile, params, params.q, row);
         for i in 0..(HEAD_DIM + 31) / 32 {
             let c = 32 * i as u32 + simd_lane();
             if c < HEAD_DIM as u32 {

@@ -7,7 +7,7 @@ use super::pass::{PrefillPass, first_column, lane_row, part_index, team_index};
 use crate::kernels::attend::{Attend, num_splits, split_index};
 use crate::kernels::formats::{BF16, F16, F32};
 use crate::kernels::merge::{Merged, lse_of};
-use crate::kernels::query::{RowTile, head_of, result_of};
+use crate::kernels::query::{RowTile, head_of, lse_index, result_of};
 use crate::kernels::rotation::unrotate;
 use crate::kernels::score::to_log2;
 use crate::kernels::tile::{Accumulator, SECOND_PASS, SHRINK, element_of, shrink_of, weighed};
@@ -369,8 +369,7 @@ pub fn store_lse<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
         for h in 0..2usize {
             let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows && matrix_pair() == 0 && part_index::<TEAM_SIMDS>() == 0 {
-                let head = tile.sequence.batch * params.q_heads + head_of(tile, params, row);
-                let at = head * params.queries + tile.sequence.q_start + row / params.group;
+                let at = lse_index(tile, params, row);
                 lse[at] = lse_of(rows[m][h], sinks[m][h]);
             }
         }

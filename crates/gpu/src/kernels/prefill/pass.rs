@@ -40,7 +40,7 @@ pub fn tile_of_group(sequences: &Buffer<i32>, params: &Attend, size: u32) -> Row
 
 /// The keys that rows `first` to `end` of a tile see. Both bounds of the keys of a row grow with the row.
 #[device]
-fn keys_of_rows(tile: RowTile, first: u32, end: u32, params: &Attend, has: Features) -> KeyRange {
+pub fn keys_of_rows(tile: RowTile, first: u32, end: u32, params: &Attend, has: Features) -> KeyRange {
     let mut keys = KeyRange {
         low: 0,
         high: 0,

@@ -14,7 +14,7 @@ use flashtile_kernel::prelude::*;
 /// Products of a SIMD group's queries with its columns of the keys of a block of `K_COLUMNS` columns.
 #[device]
 #[inline(always)]
-fn qk_block<
+pub fn qk_block<
     KOperand: Element,
     const K_FORMAT: u32,
     const K_COLUMNS: usize,
@@ -97,7 +97,7 @@ fn with_key_scales<
 /// scores. By all threads of the threadgroup, with `exchange` `[SIMD_GROUPS, ROW_TILES, SCORE_TILES, 32, 4]`.
 #[device]
 #[inline(always)]
-fn sum_parts<const ROW_TILES: usize, const SCORE_TILES: usize, const TEAM_SIMDS: usize>(
+pub fn sum_parts<const ROW_TILES: usize, const SCORE_TILES: usize, const TEAM_SIMDS: usize>(
     products: [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES],
     exchange: &mut Shared<f32>,
 ) -> [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES] {

@@ -1,0 +1,137 @@
+//! Plans of the backward pass.
+
+use super::tile::{BackwardTile, BackwardVariant};
+use crate::codecs::scalar_type;
+use crate::facts::GpuFacts;
+use crate::kernels::attend::Attend;
+use crate::kernels::backward::row_terms::{TERM_ROWS, row_terms};
+use crate::kernels::backward::sum_rows::sum_rows;
+use crate::launches::{Features, Partials, attend};
+use crate::shape::{Shape, count};
+use crate::tile::PortableTile;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::{Problem, Sequences};
+use flashtile_kernel::source::GenericsError;
+use flashtile_kernel::{Generic, Instance};
+
+/// The launches of the backward pass of a problem.
+#[derive(Debug, Clone)]
+pub struct BackwardPlan {
+    problem: Problem,
+    tile: BackwardTile,
+    /// Sizes and scoring, without strides. Each launch has its own number of tiles.
+    pub(crate) attend: Attend,
+    pub(crate) has: Features,
+    /// Rows of `d_k` and `d_v` of a batch entry; 0 where sequences are packed.
+    pub(crate) kv_rows: u32,
+    pub(crate) terms: Step,
+    pub(crate) q: Step,
+    pub(crate) kv: Step,
+    pub(crate) sums: Instance,
+}
+
+/// A kernel over tiles of every key/value head.
+#[derive(Debug, Clone)]
+pub(crate) struct Step {
+    pub(crate) instance: Instance,
+    /// Tiles of a head.
+    pub(crate) tiles: u32,
+    /// Threadgroups.
+    pub(crate) groups: [u32; 3],
+}
+
+impl BackwardPlan {
+    /// Plans the backward pass of a problem for a device.
+    ///
+    /// # Errors
+    /// [`Unsupported`].
+    pub fn new(problem: &Problem, facts: &GpuFacts) -> Result<Self, Unsupported> {
+        if let Some(why) = problem.no_gradients() {
+            return Err(Unsupported::Backward { why });
+        }
+        let tile = BackwardTile::of(&variant_of(problem), facts)?;
+        let plan = Self::with_tile(problem, tile)?;
+        let max = facts.max_groups;
+        let others = [&plan.terms, &plan.q, &plan.kv].map(|step| step.groups[2] as usize);
+        if let Some(got) = others.into_iter().find(|&got| got > max) {
+            return Err(Unsupported::Tasks { got, max });
+        }
+        Ok(plan)
+    }
+
+    /// A plan with tiles of the caller's, whatever device it is for.
+    ///
+    /// # Errors
+    /// [`Unsupported`].
+    pub fn with_tile(problem: &Problem, tile: BackwardTile) -> Result<Self, Unsupported> {
+        if let Some(why) = problem.no_gradients() {
+            return Err(Unsupported::Backward { why });
+        }
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let shape = Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
+        let variant = variant_of(problem);
+        let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
+        let longest = |of: fn(&flashtile_core::problem::Sequence) -> usize| {
+            problem.sequences().iter().map(of).max().unwrap_or(0)
+        };
+        let is_packed = matches!(desc.sequences, Sequences::Packed { .. });
+        let kv_rows = if is_packed { 0 } else { dims.kv_len };
+        let q_rows = longest(|s| s.q_len).saturating_mul(dims.gqa_group());
+        let step = |instance, rows: usize, size: usize| {
+            let tiles = rows.div_ceil(size).max(1);
+            let heads = count("heads times tiles", dims.kv_heads.saturating_mul(tiles))?;
+            let groups = [heads, 1, count("sequences", problem.sequences().len())?];
+            Ok::<_, Unsupported>(Step { instance, tiles: count("tiles", tiles)?, groups })
+        };
+        let terms = [Generic::Type(scalar_type(variant.dtype)), Generic::Usize(variant.value_dim)];
+        Ok(Self {
+            attend: attend(problem, &shape, Partials { first: 0, others: 0 })?,
+            has: Features::of(desc),
+            kv_rows: count("keys", kv_rows)?,
+            terms: step(row_terms::specialise(&terms).map_err(none)?, q_rows, TERM_ROWS as usize)?,
+            q: step(variant.q_instance(tile.q).map_err(none)?, q_rows, tile.q.rows())?,
+            kv: step(
+                variant.kv_instance(tile.kv).map_err(none)?,
+                kv_rows.max(longest(|s| s.kv_len)),
+                tile.kv.rows(),
+            )?,
+            sums: sum_rows::specialise(&[]).map_err(none)?,
+            problem: problem.clone(),
+            tile,
+        })
+    }
+
+    /// Replaces the instances by native code. Returns `None` if `find` has none for one of them.
+    #[must_use]
+    pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
+        for instance in
+            [&mut self.terms.instance, &mut self.q.instance, &mut self.kv.instance, &mut self.sums]
+        {
+            *instance = find(instance)?;
+        }
+        Some(self)
+    }
+
+    /// The problem whose gradients the plan computes.
+    #[must_use]
+    pub const fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// How threadgroups divide their work.
+    #[must_use]
+    pub const fn tile(&self) -> &BackwardTile {
+        &self.tile
+    }
+
+    /// The kernels, in the order of their launches.
+    #[must_use]
+    pub fn instances(&self) -> [&Instance; 4] {
+        [&self.terms.instance, &self.q.instance, &self.kv.instance, &self.sums]
+    }
+}
+
+fn variant_of(problem: &Problem) -> BackwardVariant {
+    let dims = problem.dims();
+    BackwardVariant { dtype: problem.dtype(), head_dim: dims.head_dim, value_dim: dims.value_dim }
+}

@@ -1,0 +1,146 @@
+//! Tiles of the backward kernels.
+
+use crate::codecs::scalar_type;
+use crate::facts::GpuFacts;
+use crate::kernels::backward::d_kv::backward_kv;
+use crate::kernels::backward::d_q::backward_q;
+use crate::kernels::backward::row_block::chunk_loads;
+use crate::kernels::prefill::block::block_columns;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::plan::Unsupported;
+use flashtile_kernel::source::GenericsError;
+use flashtile_kernel::{Generic, Instance};
+
+/// Registers of a thread beside operands, sums and the words on their way: addresses, masks, loop counters.
+const OTHER_REGISTERS: usize = 40;
+
+/// How the threadgroups of a backward kernel divide its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct TileShape {
+    /// Tiles of 16 rows that a block of the streamed rows has.
+    pub block_tiles: usize,
+    /// SIMD groups, each team of which keeps 16 rows.
+    pub simds: usize,
+    /// SIMD groups of a team, which divide the columns of its rows.
+    pub team: usize,
+    /// True if the kept rows lie in registers, otherwise in shared memory. Those of `backward_q` always do.
+    pub in_registers: bool,
+}
+
+impl TileShape {
+    /// Rows that a threadgroup keeps.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        16 * self.simds / self.team
+    }
+}
+
+/// The tiles of both kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct BackwardTile {
+    /// Of `backward_q`: query rows are kept, keys streamed.
+    pub q: TileShape,
+    /// Of `backward_kv`: keys are kept, query rows streamed.
+    pub kv: TileShape,
+}
+
+/// Tiles of two SIMD groups and short blocks for rows of up to `dim` elements: with kept keys in registers beyond 64, every device holds
+/// them up to 128.
+#[must_use]
+pub const fn small_tile(dim: usize) -> BackwardTile {
+    let q = TileShape { block_tiles: 1, simds: 2, team: 1, in_registers: true };
+    BackwardTile { q, kv: TileShape { in_registers: dim > 64, ..q } }
+}
+
+/// Types and dimensions that the instances are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BackwardVariant {
+    pub(crate) dtype: Dtype,
+    pub(crate) head_dim: usize,
+    pub(crate) value_dim: usize,
+}
+
+impl BackwardVariant {
+    fn generics(&self) -> Vec<Generic> {
+        vec![
+            Generic::Type(scalar_type(self.dtype)),
+            Generic::Usize(self.head_dim),
+            Generic::Usize(self.value_dim),
+        ]
+    }
+
+    /// The instance of `backward_q` with a tile.
+    pub(crate) fn q_instance(&self, tile: TileShape) -> Result<Instance, GenericsError> {
+        let mut generics = self.generics();
+        generics.extend([1, tile.block_tiles, tile.simds, tile.team, 1].map(Generic::Usize));
+        backward_q::specialise(&generics)
+    }
+
+    /// The instance of `backward_kv` with a tile.
+    pub(crate) fn kv_instance(&self, tile: TileShape) -> Result<Instance, GenericsError> {
+        let mut generics = self.generics();
+        let in_registers = usize::from(tile.in_registers);
+        generics.extend([1, tile.block_tiles, tile.simds, tile.team, in_registers, 1].map(Generic::Usize));
+        backward_kv::specialise(&generics)
+    }
+
+    /// Registers of a thread: kept operands, sums of `sum_columns` columns, both products of a block, and words on their way.
+    fn registers(&self, tile: TileShape, sum_columns: usize) -> usize {
+        let element = scalar_type(self.dtype);
+        let columns = |dim| block_columns(dim, tile.team) / tile.team;
+        let both = columns(self.head_dim) + columns(self.value_dim);
+        let kept = if tile.in_registers { both * element.bytes() / 8 } else { 16 };
+        let loads = |dim| 4 * chunk_loads(element, dim, tile.block_tiles, tile.simds);
+        let words = loads(self.head_dim) + loads(self.value_dim);
+        kept + sum_columns / tile.team / 2 + 16 * tile.block_tiles + words + OTHER_REGISTERS
+    }
+}
+
+impl BackwardTile {
+    /// The tiles of a device: as few SIMD groups to a team as its registers allow, then blocks as long as they and shared memory allow.
+    pub(crate) fn of(variant: &BackwardVariant, facts: &GpuFacts) -> Result<Self, Unsupported> {
+        let BackwardVariant { dtype, head_dim, value_dim } = *variant;
+        // Products that the matrix unit does not have are shuffles and multiply-adds: short blocks keep their code short.
+        let is_multiplied = match dtype {
+            Dtype::F32 => facts.multiplies_f32,
+            Dtype::BF16 => facts.multiplies_bf16,
+            Dtype::F16 => true,
+        };
+        let longest = if is_multiplied { 4 } else { 1 };
+        let shapes = |in_registers: bool| {
+            let simds = [8, 4, 2, 1].into_iter().filter(|&simds| simds <= facts.max_simds());
+            let shape = move |team, simds, block_tiles| TileShape { block_tiles, simds, team, in_registers };
+            let of_team = move |team: usize| {
+                let simds = simds.clone().filter(move |&simds| simds >= team);
+                let blocks = [4, 2, 1].into_iter().filter(move |&tiles| tiles <= longest);
+                simds.flat_map(move |simds| blocks.clone().map(move |tiles| shape(team, simds, tiles)))
+            };
+            [1, 2, 4, 8].into_iter().flat_map(of_team)
+        };
+        let sums = |dim: usize| dim.next_multiple_of(16);
+        let (of_q, of_kv) = (sums(head_dim), sums(head_dim) + sums(value_dim));
+        let mut least = usize::MAX;
+        let mut choose = |shapes: Vec<TileShape>, is_q: bool| {
+            shapes.into_iter().find(|&shape| {
+                let columns = if is_q { of_q } else { of_kv };
+                if variant.registers(shape, columns) > facts.registers_per_thread
+                    || !is_q && shape.block_tiles > 2 * shape.simds
+                {
+                    return false;
+                }
+                let made = if is_q { variant.q_instance(shape) } else { variant.kv_instance(shape) };
+                let shared = made.map_or(usize::MAX, |instance| instance.shared_bytes());
+                least = least.min(shared);
+                shared <= facts.shared_per_group
+            })
+        };
+        let q = choose(shapes(true).collect(), true);
+        let kv = choose(shapes(false).chain(shapes(true)).collect(), false);
+        match (q, kv) {
+            (Some(q), Some(kv)) => Ok(Self { q, kv }),
+            _ => Err(Unsupported::SharedMemory { needed: least, available: facts.shared_per_group }),
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Blocks of rows of a tensor: from memory through registers to threadgroup memory, by all threads of a threadgroup.
+//!
+//! Rows lie [`ROW_PADDING`] elements farther apart than they are long, as blocks of the forward kernels do. Columns beyond the row are
+//! zeros.
+
+use crate::kernels::prefill::block::ROW_PADDING;
+use flashtile_kernel::ScalarType;
+use flashtile_kernel::prelude::*;
+
+/// Elements of 16 bytes.
+pub const fn chunk_elements(element: ScalarType) -> usize {
+    16 / element.bytes()
+}
+
+/// How often a thread of `simd_groups` SIMD groups loads 16 bytes for a block of `16 * tiles` rows of `dim` elements.
+pub const fn chunk_loads(element: ScalarType, dim: usize, tiles: usize, simd_groups: usize) -> usize {
+    (16 * tiles * dim.div_ceil(chunk_elements(element))).div_ceil(32 * simd_groups)
+}
+
+/// Elements of a block of `16 * tiles` rows of `columns` columns in threadgroup memory.
+pub const fn block_len(columns: usize, tiles: usize) -> usize {
+    16 * tiles * (columns + ROW_PADDING)
+}
+
+/// Rows of one head of a tensor.
+#[device]
+pub struct HeadRows {
+    /// First element of row 0.
+    pub start: u64,
+    /// Elements from row to row.
+    pub stride: u64,
+    /// The last row that is read, in place of rows behind it.
+    pub last: u32,
+}
+
+/// The rows of a head, of a tensor with these strides over batch entry, head and row, from row `first` on. There is at least one.
+#[device]
+pub fn head_rows(batch: u32, head: u32, first: u32, count: u32, strides: [u64; 3]) -> HeadRows {
+    let rows = HeadRows {
+        start: batch as u64 * strides[0] + head as u64 * strides[1] + first as u64 * strides[2],
+        stride: strides[2],
+        last: count.max(1) - 1,
+    };
+    rows
+}
+
+/// A thread's chunks of a block, on their way from memory.
+#[device]
+pub struct Chunks<const LOADS: usize> {
+    /// Words of every chunk.
+    pub words: [[u32; 4]; LOADS],
+}
+
+/// Chunks of the `16 TILES` rows from row `first` on: `t`, `t + 32 SIMD_GROUPS`, .., where `t` is the thread. With `in_chunks`, rows are
+/// multiples of 16 bytes at multiples of 16 bytes; otherwise the block is copied by [`store_rows`] alone.
+#[device]
+#[inline(always)]
+pub fn fetch_rows<
+    T: Element,
+    const DIM: usize,
+    const CHUNK: usize,
+    const LOADS: usize,
+    const TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    memory: &Buffer<T>,
+    rows: HeadRows,
+    first: u32,
+    in_chunks: bool,
+) -> Chunks<LOADS> {
+    let mut block = Chunks::<LOADS> { words: [[0u32; 4]; LOADS] };
+    if in_chunks {
+        let chunks = (DIM / CHUNK) as u32;
+        for i in 0..LOADS {
+            let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
+            if thread < 16 * TILES as u32 * chunks {
+                let row = (first + thread / chunks).min(rows.last);
+                let at = rows.start + row as u64 * rows.stride + (thread % chunks * CHUNK as u32) as u64;
+                block.words[i] = memory.load_as::<u32, 4>(at);
+            }
+        }
+    }
+    block
+}
+
+/// Stores the block of the `16 TILES` rows from row `first` on, whose chunks were fetched.
+#[device]
+#[inline(always)]
+pub fn store_rows<
+    T: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const CHUNK: usize,
+    const LOADS: usize,
+    const TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    block: &mut Shared<T>,
+    from: Chunks<LOADS>,
+    memory: &Buffer<T>,
+    rows: HeadRows,
+    first: u32,
+    in_chunks: bool,
+) {
+    let line = (COLUMNS + ROW_PADDING) as u32;
+    if in_chunks {
+        let chunks = (DIM / CHUNK) as u32;
+        for i in 0..LOADS {
+            let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
+            if thread < 16 * TILES as u32 * chunks {
+                let at = thread / chunks * line + thread % chunks * CHUNK as u32;
+                block.store_as::<u32, 4>(at, from.words[i]);
+            }
+        }
+    } else {
+        for at in (thread_index()..(16 * TILES * DIM) as u32).step_by(32 * SIMD_GROUPS) {
+            let row = (first + at / DIM as u32).min(rows.last);
+            let element = rows.start + row as u64 * rows.stride + (at % DIM as u32) as u64;
+            block[at / DIM as u32 * line + at % DIM as u32] = memory[element];
+        }
+    }
+}
+
+/// Fills the columns beyond the `DIM` elements of a row with zeros.
+#[device]
+pub fn clear_padding<
+    T: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    block: &mut Shared<T>,
+) {
+    if COLUMNS > DIM {
+        let count = (COLUMNS - DIM) as u32;
+        for at in (thread_index()..16 * TILES as u32 * count).step_by(32 * SIMD_GROUPS) {
+            block[at / count * (COLUMNS + ROW_PADDING) as u32 + DIM as u32 + at % count] = T::from_f32(0.0);
+        }
+    }
+}
