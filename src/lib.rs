@@ -188,6 +188,7 @@ pub mod gpu {
     pub use crate::backends::gpu::GpuAttention;
     pub use flashtile_gpu::SessionError;
     pub use flashtile_gpu::array::GpuArray;
+    pub use flashtile_gpu::backward::tensors::{GpuBackwardInputs, GpuGradients};
     pub use flashtile_gpu::cache::{GpuStore, StoreError};
     pub use flashtile_gpu::codecs::scalar_type;
     pub use flashtile_gpu::engine::{Engine, MemoryOf, PortableEngine};

@@ -32,6 +32,8 @@ pub struct BackwardCase {
     pub want: AttentionGradients,
     /// Largest differences from them.
     pub limits: AttentionGradients,
+    /// True if probabilities and gradients of scores are rounded to the dtype before they are multiplied, as GPUs do.
+    rounds_scores: bool,
 }
 
 /// Gradients in guarded memory, as a backend left them.
@@ -91,9 +93,19 @@ impl BackwardCase {
             d_lse,
             want: none.clone(),
             limits: none,
+            rounds_scores: false,
         };
         case.recompute_oracle().map_err(|e| Failure::Error(e.to_string()))?;
         Ok(case)
+    }
+
+    /// The case for a backend that rounds probabilities and gradients of scores to the dtype before it multiplies them.
+    ///
+    /// # Errors
+    /// As [`BackwardCase::recompute_oracle`].
+    pub fn rounding_scores(mut self) -> Result<Self, RunError> {
+        self.rounds_scores = true;
+        self.recompute_oracle().map(|()| self)
     }
 
     /// Computes the oracle's answers again, after tensors were changed.
@@ -109,7 +121,10 @@ impl BackwardCase {
         self.lse.slice_mut().iter_mut().zip(&attention.lse).for_each(|(to, &x)| *to = x as f32);
         let d_lse = self.d_lse.as_ref().map(GuardedList::slice);
         self.want = reference::backward(problem, &inputs, &self.d_out.view(), d_lse)?;
-        self.limits = limits(&self.data, &attention.lse, &self.d_out, d_lse, &self.want)?;
+        // Half of the spacing of subnormal f16; that of bf16 is negligible.
+        let is_f16 = problem.dtype() == Dtype::F16;
+        let rounding = if self.rounds_scores && is_f16 { 2f64.powi(-25) } else { 0.0 };
+        self.limits = limits(&self.data, &attention.lse, &self.d_out, d_lse, (&self.want, rounding))?;
         Ok(())
     }
 
@@ -270,7 +285,7 @@ fn limits(
     lse: &[f64],
     d_out: &Guarded,
     d_lse: Option<&[f32]>,
-    want: &AttentionGradients,
+    (want, rounding): (&AttentionGradients, f64),
 ) -> Result<AttentionGradients, RunError> {
     let (problem, inputs, dims) = (&built.problem, built.inputs(), built.problem.dims());
     let [unit, own] = roundoffs(problem.dtype());
@@ -317,13 +332,13 @@ fn limits(
                 let p_error =
                     p * (row_error + score_error + unit * 3.0 * p.max(smallest).ln().abs()) + smallest;
                 let m = p_error * (d_p + delta);
-                let product = m * f64::from(problem.scale().abs());
+                let product = (m + rounding) * f64::from(problem.scale().abs());
                 let add = |to: &mut [f64], at: usize, by: f64, of: &[f64]| {
                     to[at * of.len()..][..of.len()].iter_mut().zip(of).for_each(|(to, x)| *to += by * x);
                 };
                 add(&mut limits.d_q, at, product, &row(&k, kv_row(key), dims.head_dim));
                 add(&mut limits.d_k, kv_row(key), product, &q);
-                add(&mut limits.d_v, kv_row(key), p_error, &d_out);
+                add(&mut limits.d_v, kv_row(key), p_error + rounding, &d_out);
                 let j = key - s.kv_start;
                 if let Some(shape) = bias {
                     let index = shape.iter().zip([index, h, i, j]);

@@ -12,7 +12,7 @@ use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance};
 
 /// Registers of a thread beside operands, sums and the words on their way: addresses, masks, loop counters.
-const OTHER_REGISTERS: usize = 40;
+const OTHER_REGISTERS: usize = 32;
 
 /// How the threadgroups of a backward kernel divide its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

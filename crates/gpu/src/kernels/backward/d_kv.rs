@@ -290,6 +290,8 @@ struct GradientRows {
     first: u32,
     /// Rows of the sequence, padding included.
     rows: u32,
+    /// Keys of the sequence; rows behind them get zeros.
+    kv_len: u32,
     /// Factor of the sums.
     factor: f32,
 }
@@ -319,7 +321,8 @@ fn store_gradients<
                     for n in 0..2usize {
                         let c = column + (8 * i + n) as u32;
                         if COLUMNS == DIM || c < DIM as u32 {
-                            gradients[start + c as u64] = element_of::<T>(state.out[m][i][h][n] * to.factor);
+                            let gradient = state.out[m][i][h][n] * to.factor;
+                            gradients[start + c as u64] = element_of::<T>(select(row < to.kv_len, gradient, 0.0));
                         }
                     }
                 }
@@ -542,10 +545,10 @@ pub fn backward_kv<
     let batch = sequence.batch as u64;
     let of_keys = batch * backward.d_k[0] + tile.kv_head as u64 * backward.d_k[1];
     let to_keys = GradientRows { start: of_keys + sequence.kv_start as u64 * backward.d_k[2], stride: backward.d_k[2],
-        first, rows, factor: backward.scale };
+        first, rows, kv_len, factor: backward.scale };
     store_gradients::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS>(d_key, to_keys, d_k);
     let of_values = batch * backward.d_v[0] + tile.kv_head as u64 * backward.d_v[1];
     let to_values = GradientRows { start: of_values + sequence.kv_start as u64 * backward.d_v[2], stride: backward.d_v[2],
-        first, rows, factor: 1.0 };
+        first, rows, kv_len, factor: 1.0 };
     store_gradients::<QElement, VALUE_DIM, V_COLUMNS, V_PAIRS, ROW_TILES, TEAM_SIMDS>(d_value, to_values, d_v);
 }
