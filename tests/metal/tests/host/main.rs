@@ -12,6 +12,7 @@ mod defects;
 mod external;
 mod faults;
 mod front_door;
+mod gradients;
 mod kernels_on_disk;
 mod memory;
 mod order;
