@@ -63,7 +63,8 @@ fn rows(args: &[String]) -> Vec<Row> {
         return vec![Row { dtype, dims: dims(n(d), n(len), n(heads), n(kv_heads)), is_causal, tile }];
     }
     let all = [64, 128].into_iter().flat_map(|d| [(d, false), (d, true)]);
-    all.map(|(d, is_causal)| Row { dtype: Dtype::BF16, dims: dims(d, 4096, 16, 16), is_causal, tile: None }).collect()
+    all.map(|(d, is_causal)| Row { dtype: Dtype::BF16, dims: dims(d, 4096, 16, 16), is_causal, tile: None })
+        .collect()
 }
 
 fn measure(cuda: &Cuda, row: &Row) {

@@ -96,11 +96,7 @@ fn check_len(tensor: &'static str, expected: usize, got: Option<usize>) -> Resul
 ///
 /// # Errors
 /// [`RunError::Dtype`] or [`RunError::Shape`].
-pub fn check_tensor(
-    problem: &Problem,
-    name: &'static str,
-    got: (Dtype, [usize; 4]),
-) -> Result<(), RunError> {
+pub fn check_tensor(problem: &Problem, name: &'static str, got: (Dtype, [usize; 4])) -> Result<(), RunError> {
     let dims = problem.dims();
     let shape = match name {
         "d_q" => dims.q_shape(),

@@ -121,26 +121,27 @@ impl BackwardTile {
         };
         let sums = |dim: usize| dim.next_multiple_of(16);
         let (of_q, of_kv) = (sums(head_dim), sums(head_dim) + sums(value_dim));
-        let mut least = usize::MAX;
-        let mut choose = |shapes: Vec<TileShape>, is_q: bool| {
-            shapes.into_iter().find(|&shape| {
-                let columns = if is_q { of_q } else { of_kv };
-                if variant.registers(shape, columns) > facts.registers_per_thread
-                    || !is_q && shape.block_tiles > 2 * shape.simds
-                {
+        let choose = |shapes: Vec<TileShape>, is_q: bool| {
+            let columns = if is_q { of_q } else { of_kv };
+            let shared = |shape| {
+                let made = if is_q { variant.q_instance(shape) } else { variant.kv_instance(shape) };
+                made.map_or(usize::MAX, |instance| instance.shared_bytes())
+            };
+            let mut least = usize::MAX;
+            let found = shapes.into_iter().find(|&shape| {
+                let has_threads = is_q || shape.block_tiles <= 2 * shape.simds;
+                if !has_threads || variant.registers(shape, columns) > facts.registers_per_thread {
                     return false;
                 }
-                let made = if is_q { variant.q_instance(shape) } else { variant.kv_instance(shape) };
-                let shared = made.map_or(usize::MAX, |instance| instance.shared_bytes());
-                least = least.min(shared);
-                shared <= facts.shared_per_group
-            })
+                let needed = shared(shape);
+                least = least.min(needed);
+                needed <= facts.shared_per_group
+            });
+            let available = facts.shared_per_group;
+            found.ok_or(Unsupported::SharedMemory { needed: least, available })
         };
-        let q = choose(shapes(true).collect(), true);
-        let kv = choose(shapes(false).chain(shapes(true)).collect(), false);
-        match (q, kv) {
-            (Some(q), Some(kv)) => Ok(Self { q, kv }),
-            _ => Err(Unsupported::SharedMemory { needed: least, available: facts.shared_per_group }),
-        }
+        let q = choose(shapes(true).collect(), true)?;
+        let kv = choose(shapes(false).chain(shapes(true)).collect(), false)?;
+        Ok(Self { q, kv })
     }
 }

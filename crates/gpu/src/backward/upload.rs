@@ -137,10 +137,8 @@ impl<M: DeviceMemory> BackwardResults<M> {
         self.d_q.download(device, &mut gradients.d_q)?;
         self.d_k.download(device, &mut gradients.d_k)?;
         self.d_v.download(device, &mut gradients.d_v)?;
-        let lists = [
-            (&self.d_sinks, &mut gradients.d_sinks),
-            (&self.d_alibi_slopes, &mut gradients.d_alibi_slopes),
-        ];
+        let lists =
+            [(&self.d_sinks, &mut gradients.d_sinks), (&self.d_alibi_slopes, &mut gradients.d_alibi_slopes)];
         for (memory, list) in lists {
             if let (Some(memory), Some(list)) = (memory, list) {
                 let mut bytes = vec![0u8; list.len() * 4];

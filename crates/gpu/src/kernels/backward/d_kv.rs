@@ -56,9 +56,8 @@ fn kept_rows<
     first: u32,
     reads: bool,
 ) -> KeptRows<T, PAIRS, ROW_TILES> {
-    let mut kept = KeptRows::<T, PAIRS, ROW_TILES> {
-        lefts: [[[left_from::<T>(0.0, 0.0); 2]; PAIRS]; ROW_TILES],
-    };
+    let mut kept =
+        KeptRows::<T, PAIRS, ROW_TILES> { lefts: [[[left_from::<T>(0.0, 0.0); 2]; PAIRS]; ROW_TILES] };
     if IN_REGISTERS == 1 && reads {
         let column = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
         for m in 0..ROW_TILES {
@@ -246,7 +245,12 @@ fn terms_of_column<const ROWS: usize>(
 /// Pairs of a block, of its products.
 #[device]
 #[inline(always)]
-fn pairs_of_block<const ROWS: usize, const ROW_TILES: usize, const SCORE_TILES: usize, const TEAM_SIMDS: usize>(
+fn pairs_of_block<
+    const ROWS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const TEAM_SIMDS: usize,
+>(
     products: TileProducts<SCORE_TILES, ROW_TILES>,
     block: QueryBlock,
     terms: &Shared<f32>,
@@ -322,7 +326,8 @@ fn store_gradients<
                         let c = column + (8 * i + n) as u32;
                         if COLUMNS == DIM || c < DIM as u32 {
                             let gradient = state.out[m][i][h][n] * to.factor;
-                            gradients[start + c as u64] = element_of::<T>(select(row < to.kv_len, gradient, 0.0));
+                            gradients[start + c as u64] =
+                                element_of::<T>(select(row < to.kv_len, gradient, 0.0));
                         }
                     }
                 }

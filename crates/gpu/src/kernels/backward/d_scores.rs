@@ -23,7 +23,8 @@ pub struct RowTerms {
 /// The terms of a row that sees no key.
 #[device]
 pub fn no_terms() -> RowTerms {
-    let bound = RowBound { begin: 0, end: 0, position: 0, slope: 0.0, result: 0, shift: 0.0, mask: 0, tree: 0 };
+    let bound =
+        RowBound { begin: 0, end: 0, position: 0, slope: 0.0, result: 0, shift: 0.0, mask: 0, tree: 0 };
     let terms = RowTerms { bound, neg_lse: 0.0, delta: 0.0 };
     terms
 }

@@ -8,7 +8,12 @@ use flashtile_kernel::prelude::*;
 
 /// Sets `flags[0]` where an element of a block of `8 SCORE_TILES` rows is not finite. By all threads of the threadgroup.
 #[device]
-pub fn flag_nonfinite<T: Element, const COLUMNS: usize, const SCORE_TILES: usize, const SIMD_GROUPS: usize>(
+pub fn flag_nonfinite<
+    T: Element,
+    const COLUMNS: usize,
+    const SCORE_TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
     block: &Shared<T>,
     flags: &mut Shared<u32>,
 ) {
