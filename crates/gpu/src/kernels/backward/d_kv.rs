@@ -13,17 +13,21 @@
 //! query `8 j + 2 p + n` of the block, transposed scores, which are left operands of the products that make `d_v` and `d_k`. Keys and values
 //! lie in threadgroup memory, or, with `IN_REGISTERS` 1, in registers where that memory is scarce.
 
-use super::d_scores::{Modifiers, PairTile, RowTerms, TileProducts, no_terms, pair_of};
-use super::nonfinite::{add_nonfinite, clear_nonfinite, flag_nonfinite};
+use super::d_scores::{Modifiers, PairTile, RowTerms, TermMemory, TileProducts, no_terms, pair_of};
+use super::nonfinite::{flag_nonfinite, take_nonfinite};
 use super::params::Backward;
 use super::row_block::{
-    HeadRows, block_len, chunk_elements, chunk_loads, clear_padding, fetch_rows, head_rows, store_rows,
+    HeadRows, RowSource, block_len, chunk_elements, chunk_loads, clear_padding, copy_rows, fetch_rows,
+    head_of_keys, head_rows, store_rows,
 };
 use crate::kernels::attend::Attend;
 use crate::kernels::prefill::block::{ROW_PADDING, block_columns, scratch_len};
 use crate::kernels::prefill::pass::{first_column, team_index};
 use crate::kernels::prefill::softmax::{pv_block, sum_parts};
-use crate::kernels::query::{Features, RowBound, RowTile, lse_index, row_bound, row_tile, visible_keys};
+use crate::kernels::prefill::stream::clear_first;
+use crate::kernels::query::{
+    Features, RowBound, RowTile, head_of, lse_index, row_bound, row_tile, visible_keys,
+};
 use crate::kernels::rows::larger;
 use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, element_of, no_keys_yet};
 use flashtile_kernel::prelude::*;
@@ -40,7 +44,16 @@ struct KeptRows<T: Element, const PAIRS: usize, const ROW_TILES: usize> {
     lefts: [[[Left<T>; 2]; PAIRS]; ROW_TILES],
 }
 
-/// The rows of a team from memory; without `IN_REGISTERS`, or without any rows to read, zeros.
+/// Keys and values of a team in registers.
+#[device]
+struct Kept<T: Element, const K_PAIRS: usize, const V_PAIRS: usize, const ROW_TILES: usize> {
+    /// Keys.
+    keys: KeptRows<T, K_PAIRS, ROW_TILES>,
+    /// Values.
+    values: KeptRows<T, V_PAIRS, ROW_TILES>,
+}
+
+/// The rows of a team from memory, of a threadgroup whose rows start at `first`; without `IN_REGISTERS`, or without any rows to read, zeros.
 #[device]
 fn kept_rows<
     T: Element,
@@ -51,25 +64,25 @@ fn kept_rows<
     const TEAM_SIMDS: usize,
     const IN_REGISTERS: usize,
 >(
-    memory: &Buffer<T>,
-    rows: HeadRows,
+    source: RowSource<T>,
     first: u32,
     reads: bool,
 ) -> KeptRows<T, PAIRS, ROW_TILES> {
     let mut kept =
         KeptRows::<T, PAIRS, ROW_TILES> { lefts: [[[left_from::<T>(0.0, 0.0); 2]; PAIRS]; ROW_TILES] };
     if IN_REGISTERS == 1 && reads {
+        let own = first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>();
         let column = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
         for m in 0..ROW_TILES {
             for h in 0..2usize {
-                let row = first + (16 * m + 8 * h) as u32 + matrix_row();
-                let start = rows.start + row.min(rows.last) as u64 * rows.stride;
+                let row = own + (16 * m + 8 * h) as u32 + matrix_row();
+                let start = source.rows.start + row.min(source.rows.last) as u64 * source.rows.stride;
                 for i in 0..PAIRS {
                     let c = column + 8 * i as u32;
                     let mut pair = [0.0; 2];
                     for n in 0..2usize {
                         if COLUMNS == DIM || c + (n as u32) < DIM as u32 {
-                            pair[n] = memory[start + (c + n as u32) as u64].to_f32();
+                            pair[n] = source.memory[start + (c + n as u32) as u64].to_f32();
                         }
                     }
                     kept.lefts[m][i][h] = left_from::<T>(pair[0], pair[1]);
@@ -129,6 +142,94 @@ fn kept_products<
     products
 }
 
+/// Products of a team's keys and values with the rows of a block. By all threads of the threadgroup.
+#[device]
+#[inline(always)]
+fn products_of_block<
+    T: Element,
+    const K_COLUMNS: usize,
+    const V_COLUMNS: usize,
+    const K_PAIRS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const TEAM_SIMDS: usize,
+    const IN_REGISTERS: usize,
+>(
+    kept: Kept<T, K_PAIRS, V_PAIRS, ROW_TILES>,
+    keys: &Shared<T>,
+    values: &Shared<T>,
+    queries: &Shared<T>,
+    d_outs: &Shared<T>,
+    exchange: &mut Shared<f32>,
+) -> TileProducts<SCORE_TILES, ROW_TILES> {
+    let own_scores = kept_products::<T, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS, IN_REGISTERS>(
+        kept.keys, keys, queries,
+    );
+    let scores = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_scores, exchange);
+    let own_d_probs = kept_products::<T, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS, IN_REGISTERS>(
+        kept.values,
+        values,
+        d_outs,
+    );
+    if TEAM_SIMDS > 1 {
+        barrier();
+    }
+    let d_probs = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_d_probs, exchange);
+    let products = TileProducts::<SCORE_TILES, ROW_TILES> { scores, d_probs };
+    products
+}
+
+/// A tile of keys of one head.
+#[device]
+struct KeyTile {
+    /// Sequence and key/value head; `first` is the query head of the GQA group whose rows are streamed.
+    of: RowTile,
+    /// First key.
+    first: u32,
+    /// First key behind the tile, as far as there are keys.
+    end: u32,
+    /// Rows of the sequence, padding included.
+    rows: u32,
+    /// The first query row that may see a key of the tile.
+    begin_query: u32,
+    /// The first query row behind all that may.
+    end_query: u32,
+    /// The first key that a tree mask is over.
+    tree: i32,
+}
+
+/// The tile of this threadgroup, of `size` keys. The tiles of the first keys come first: where keys are masked causally, most rows see them.
+#[device]
+fn key_tile_of_group(sequences: &Buffer<i32>, params: &Attend, size: u32, kv_rows: u32) -> KeyTile {
+    let heads = groups_x() / params.tiles;
+    let mut of = row_tile(sequences, params, 1);
+    of.kv_head = group_x() % heads;
+    let kv_len = of.sequence.kv_len as u32;
+    let first = group_x() / heads * size;
+    let mut tile = KeyTile {
+        of,
+        first,
+        end: (first + size).min(kv_len),
+        rows: kv_rows.max(kv_len),
+        begin_query: of.sequence.q_len,
+        end_query: of.sequence.q_len,
+        tree: of.sequence.kv_len - of.sequence.q_len as i32,
+    };
+    if tile.first < tile.end {
+        tile.begin_query = first_row(of, params, tile.first as i32);
+        tile.end_query = end_row(of, params, tile.end as i32);
+    }
+    tile
+}
+
+/// The rows of the query head `tile.first` of the GQA group.
+#[device]
+fn head_of_queries(tile: RowTile, params: &Attend, strides: [u64; 3]) -> HeadRows {
+    let sequence = tile.sequence;
+    head_rows(sequence.batch, head_of(tile, params, tile.first), sequence.q_start, sequence.q_len, strides)
+}
+
 /// The first query row of a head, of `q_len`, that may see a key behind `key`.
 #[device]
 fn first_row(tile: RowTile, params: &Attend, key: i32) -> u32 {
@@ -159,17 +260,6 @@ fn end_row(tile: RowTile, params: &Attend, key: i32) -> u32 {
         }
     }
     low
-}
-
-/// Memory of the terms of rows.
-#[device]
-struct TermMemory<'a> {
-    /// ALiBi slopes.
-    slopes: &'a Buffer<f32>,
-    /// Terms `neg_lse`.
-    neg_lse: &'a Buffer<f32>,
-    /// Terms `delta`.
-    delta: &'a Buffer<f32>,
 }
 
 /// Stores the terms of the rows of a block, a row a thread: `neg_lse` and `delta` in `terms`, then the first and the last visible key and
@@ -215,6 +305,34 @@ struct QueryBlock {
     mask: u64,
     /// First element of the sequence in the tree mask.
     tree: u64,
+}
+
+/// The first block of the query head `tile.of.first` of the GQA group.
+#[device]
+fn first_block(tile: KeyTile, slopes: &Buffer<f32>, params: &Attend, has: Features) -> QueryBlock {
+    let of = tile.of;
+    let mut block = QueryBlock {
+        query: tile.begin_query,
+        key: tile.first,
+        slope: 0.0,
+        mask: of.index as u64 * params.mask[0] + head_of(of, params, of.first) as u64 * params.mask[1],
+        tree: of.sequence.q_start as u64 * params.tree,
+    };
+    if has.alibi {
+        let bound = row_bound(of, of.first, slopes, params, has);
+        block.slope = bound.slope;
+    }
+    block
+}
+
+/// Returns true if some row of the block from row `query` on may not see some key of the tile.
+#[device]
+fn is_partial<const ROWS: usize>(tile: KeyTile, query: u32, bounds: &Shared<i32>, has: Features) -> bool {
+    has.mask
+        || query + ROWS as u32 > tile.of.sequence.q_len
+        || bounds[ROWS as u32 - 1] > tile.first as i32
+        || bounds[ROWS as u32] < tile.end as i32
+        || has.tree_mask && tile.end as i32 > tile.tree
 }
 
 /// Terms of row `8 j + 2 p + n` of a block.
@@ -283,24 +401,7 @@ fn pairs_of_block<
     pairs
 }
 
-/// Where gradients of keys, or of values, go.
-#[device]
-struct GradientRows {
-    /// First element of row 0.
-    start: u64,
-    /// Elements from row to row.
-    stride: u64,
-    /// The first key of the threadgroup.
-    first: u32,
-    /// Rows of the sequence, padding included.
-    rows: u32,
-    /// Keys of the sequence; rows behind them get zeros.
-    kv_len: u32,
-    /// Factor of the sums.
-    factor: f32,
-}
-
-/// Writes the gradients of a lane's keys, or values.
+/// Writes the gradients of a lane's keys, or values: `factor` times the sums, and zeros for padding.
 #[device]
 fn store_gradients<
     T: Element,
@@ -311,23 +412,27 @@ fn store_gradients<
     const TEAM_SIMDS: usize,
 >(
     state: Accumulator<PAIRS, ROW_TILES>,
-    to: GradientRows,
+    tile: KeyTile,
+    strides: [u64; 3],
+    factor: f32,
     gradients: &mut Buffer<T>,
 ) {
+    let sequence = tile.of.sequence;
+    let to = head_of_keys(tile.of, strides);
     let column = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
-    let own = to.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + matrix_row();
+    let own = tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + matrix_row();
     for m in 0..ROW_TILES {
         for h in 0..2usize {
             let row = own + (16 * m + 8 * h) as u32;
-            if row < to.rows {
+            if row < tile.rows {
                 let start = to.start + row as u64 * to.stride;
                 for i in 0..PAIRS {
                     for n in 0..2usize {
                         let c = column + (8 * i + n) as u32;
                         if COLUMNS == DIM || c < DIM as u32 {
-                            let gradient = state.out[m][i][h][n] * to.factor;
+                            let gradient = state.out[m][i][h][n] * factor;
                             gradients[start + c as u64] =
-                                element_of::<T>(select(row < to.kv_len, gradient, 0.0));
+                                element_of::<T>(select(row < sequence.kv_len as u32, gradient, 0.0));
                         }
                     }
                 }
@@ -431,96 +536,52 @@ pub fn backward_kv<
     let mut exchange: Shared<f32> = shared(SCRATCH_LEN);
     let mut flags: Shared<u32> = shared(4);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
-    let bias = BiasMemory { slopes, mask, tree };
-    let heads = groups_x() / params.tiles;
-    let mut tile = row_tile(sequences, params, 1);
-    tile.kv_head = group_x() % heads;
-    let sequence = tile.sequence;
-    let first = group_x() / heads * (16 * KEY_TILES) as u32;
-    let kv_len = sequence.kv_len as u32;
-    let rows = backward.kv_rows.max(kv_len);
-    if first >= rows {
+    let memory = BiasMemory { slopes, mask, tree };
+    let mut tile = key_tile_of_group(sequences, params, (16 * KEY_TILES) as u32, backward.kv_rows);
+    if tile.first >= tile.rows {
         return;
     }
-    let end = (first + (16 * KEY_TILES) as u32).min(kv_len);
-    let mut begin_query = sequence.q_len;
-    let mut end_query = sequence.q_len;
-    if first < end {
-        begin_query = first_row(tile, params, first as i32);
-        end_query = end_row(tile, params, end as i32);
-    }
-    let reads = begin_query < end_query;
-    let k_rows = head_rows(sequence.batch, tile.kv_head, sequence.kv_start, kv_len, backward.k);
-    let v_rows = head_rows(sequence.batch, tile.kv_head, sequence.kv_start, kv_len, backward.v);
-    let own = first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>();
-    let kept_keys = kept_rows::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS, IN_REGISTERS>(k, k_rows,
-        own, reads);
-    let kept_values = kept_rows::<QElement, VALUE_DIM, V_COLUMNS, V_PAIRS, ROW_TILES, TEAM_SIMDS, IN_REGISTERS>(v,
-        v_rows, own, reads);
+    let k_source = RowSource::<QElement> { memory: k, rows: head_of_keys(tile.of, backward.k), in_chunks };
+    let v_source = RowSource::<QElement> { memory: v, rows: head_of_keys(tile.of, backward.v), in_chunks };
+    let reads = tile.begin_query < tile.end_query;
+    let kept = Kept::<QElement, K_PAIRS, V_PAIRS, ROW_TILES> {
+        keys: kept_rows::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS, IN_REGISTERS>(k_source,
+            tile.first, reads),
+        values: kept_rows::<QElement, VALUE_DIM, V_COLUMNS, V_PAIRS, ROW_TILES, TEAM_SIMDS, IN_REGISTERS>(v_source,
+            tile.first, reads),
+    };
     if IN_REGISTERS == 0 {
-        if reads {
-            let of_keys = fetch_rows::<QElement, HEAD_DIM, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(k, k_rows, first,
-                in_chunks);
-            store_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(&mut keys, of_keys, k,
-                k_rows, first, in_chunks);
-            let of_values = fetch_rows::<QElement, VALUE_DIM, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(v, v_rows, first,
-                in_chunks);
-            store_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(&mut values, of_values,
-                v, v_rows, first, in_chunks);
-        }
-        clear_padding::<QElement, HEAD_DIM, K_COLUMNS, KEY_TILES, SIMD_GROUPS>(&mut keys);
-        clear_padding::<QElement, VALUE_DIM, V_COLUMNS, KEY_TILES, SIMD_GROUPS>(&mut values);
+        copy_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(&mut keys, k_source, tile.first, reads);
+        copy_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(&mut values, v_source, tile.first, reads);
     }
     clear_padding::<QElement, HEAD_DIM, K_COLUMNS, QUERY_TILES, SIMD_GROUPS>(&mut queries);
     clear_padding::<QElement, VALUE_DIM, V_COLUMNS, QUERY_TILES, SIMD_GROUPS>(&mut d_outs);
-    if thread_index() == 0 {
-        flags[0] = 0;
-    }
-    let tree_first = sequence.kv_len - sequence.q_len as i32;
-    let of_terms = TermMemory { slopes, neg_lse, delta };
+    clear_first(&mut flags);
+    let of_rows = TermMemory { slopes, neg_lse, delta };
     let mut d_key = no_keys_yet::<K_PAIRS, ROW_TILES>();
     let mut d_value = no_keys_yet::<V_PAIRS, ROW_TILES>();
     for g in 0..params.group {
-        tile.first = g;
-        let head = tile.kv_head * params.group + g;
-        let q_rows = head_rows(sequence.batch, head, sequence.q_start, sequence.q_len, params.q);
-        let o_rows = head_rows(sequence.batch, head, sequence.q_start, sequence.q_len, backward.d_out);
-        let mut block = QueryBlock { query: begin_query, key: first, slope: 0.0, mask: 0, tree: 0 };
-        if has_alibi {
-            let bound = row_bound(tile, g, slopes, params, has);
-            block.slope = bound.slope;
-        }
-        block.tree = sequence.q_start as u64 * params.tree;
-        block.mask = tile.index as u64 * params.mask[0] + head as u64 * params.mask[1];
-        let mut next_queries = fetch_rows::<QElement, HEAD_DIM, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(q, q_rows,
-            begin_query, in_chunks && reads);
-        let mut next_d_outs = fetch_rows::<QElement, VALUE_DIM, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(d_out, o_rows,
-            begin_query, in_chunks && reads);
-        while block.query < end_query {
-            store_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(&mut queries,
-                next_queries, q, q_rows, block.query, in_chunks);
-            store_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(&mut d_outs,
-                next_d_outs, d_out, o_rows, block.query, in_chunks);
-            store_terms::<ROWS>(tile, block.query, of_terms, params, &mut terms, &mut bounds);
+        tile.of.first = g;
+        let q_source = RowSource::<QElement> { memory: q, rows: head_of_queries(tile.of, params, params.q), in_chunks };
+        let o_source = RowSource::<QElement> { memory: d_out, rows: head_of_queries(tile.of, params, backward.d_out), in_chunks };
+        let mut block = first_block(tile, slopes, params, has);
+        let mut next_q = fetch_rows::<QElement, HEAD_DIM, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(q_source, block.query, reads);
+        let mut next_o = fetch_rows::<QElement, VALUE_DIM, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(o_source, block.query, reads);
+        while block.query < tile.end_query {
+            store_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(&mut queries, next_q, q_source,
+                block.query);
+            store_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(&mut d_outs, next_o, o_source,
+                block.query);
+            store_terms::<ROWS>(tile.of, block.query, of_rows, params, &mut terms, &mut bounds);
             barrier();
-            let following = block.query + ROWS as u32;
-            next_queries = fetch_rows::<QElement, HEAD_DIM, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(q, q_rows,
-                following, in_chunks && following < end_query);
-            next_d_outs = fetch_rows::<QElement, VALUE_DIM, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(d_out, o_rows,
-                following, in_chunks && following < end_query);
-            let own_products = kept_products::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS,
-                IN_REGISTERS>(kept_keys, &keys, &queries);
-            let scores = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_products, &mut exchange);
-            let own_d_probs = kept_products::<QElement, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS,
-                IN_REGISTERS>(kept_values, &values, &d_outs);
-            if TEAM_SIMDS > 1 {
-                barrier();
-            }
-            let d_probs = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_d_probs, &mut exchange);
-            let partial = has_mask || following > sequence.q_len || bounds[ROWS as u32 - 1] > first as i32
-                || bounds[ROWS as u32] < end as i32 || has_tree_mask && end as i32 > tree_first;
-            let modifiers = Modifiers { memory: bias, scoring: Scoring { has, partial, tree: tree_first } };
-            let products = TileProducts::<SCORE_TILES, ROW_TILES> { scores, d_probs };
+            let next = block.query + ROWS as u32;
+            let more = next < tile.end_query;
+            next_q = fetch_rows::<QElement, HEAD_DIM, CHUNK, Q_LOADS, QUERY_TILES, SIMD_GROUPS>(q_source, next, more);
+            next_o = fetch_rows::<QElement, VALUE_DIM, CHUNK, O_LOADS, QUERY_TILES, SIMD_GROUPS>(o_source, next, more);
+            let products = products_of_block::<QElement, K_COLUMNS, V_COLUMNS, K_PAIRS, V_PAIRS, ROW_TILES, SCORE_TILES,
+                TEAM_SIMDS, IN_REGISTERS>(kept, &keys, &values, &queries, &d_outs, &mut exchange);
+            let partial = is_partial::<ROWS>(tile, block.query, &bounds, has);
+            let modifiers = Modifiers { memory, scoring: Scoring { has, partial, tree: tile.tree } };
             let pairs = pairs_of_block::<ROWS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(products, block, &terms, &bounds,
                 modifiers, params);
             if partial {
@@ -528,32 +589,19 @@ pub fn backward_kv<
                 flag_nonfinite::<QElement, V_COLUMNS, SCORE_TILES, SIMD_GROUPS>(&d_outs, &mut flags);
                 barrier();
                 if flags[0] != 0 {
-                    let count = sequence.q_len - block.query;
-                    add_nonfinite::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_key,
-                        pairs.d_products, pairs.seen, &queries, count);
-                    add_nonfinite::<QElement, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_value,
-                        pairs.probs, pairs.seen, &d_outs, count);
-                    barrier();
-                    clear_nonfinite::<QElement, K_COLUMNS, SCORE_TILES, SIMD_GROUPS>(&mut queries);
-                    clear_nonfinite::<QElement, V_COLUMNS, SCORE_TILES, SIMD_GROUPS>(&mut d_outs);
-                    barrier();
+                    let count = tile.of.sequence.q_len - block.query;
+                    take_nonfinite::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, SIMD_GROUPS, TEAM_SIMDS>(
+                        &mut d_key, pairs.d_products, pairs.seen, &mut queries, count);
+                    take_nonfinite::<QElement, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, SIMD_GROUPS, TEAM_SIMDS>(
+                        &mut d_value, pairs.probs, pairs.seen, &mut d_outs, count);
                 }
             }
-            pv_block::<QElement, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_value, pairs.probs,
-                &d_outs);
-            pv_block::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_key, pairs.d_products,
-                &queries);
+            pv_block::<QElement, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_value, pairs.probs, &d_outs);
+            pv_block::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut d_key, pairs.d_products, &queries);
             barrier();
-            block.query = following;
+            block.query = next;
         }
     }
-    let batch = sequence.batch as u64;
-    let of_keys = batch * backward.d_k[0] + tile.kv_head as u64 * backward.d_k[1];
-    let to_keys = GradientRows { start: of_keys + sequence.kv_start as u64 * backward.d_k[2], stride: backward.d_k[2],
-        first, rows, kv_len, factor: backward.scale };
-    store_gradients::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS>(d_key, to_keys, d_k);
-    let of_values = batch * backward.d_v[0] + tile.kv_head as u64 * backward.d_v[1];
-    let to_values = GradientRows { start: of_values + sequence.kv_start as u64 * backward.d_v[2], stride: backward.d_v[2],
-        first, rows, kv_len, factor: 1.0 };
-    store_gradients::<QElement, VALUE_DIM, V_COLUMNS, V_PAIRS, ROW_TILES, TEAM_SIMDS>(d_value, to_values, d_v);
+    store_gradients::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, ROW_TILES, TEAM_SIMDS>(d_key, tile, backward.d_k, backward.scale, d_k);
+    store_gradients::<QElement, VALUE_DIM, V_COLUMNS, V_PAIRS, ROW_TILES, TEAM_SIMDS>(d_value, tile, backward.d_v, 1.0, d_v);
 }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! block:   keys and values of b are stored        barrier
-//!          those of b + 1 are requested           q . k and d_out . v of b
+//!          rows of b + 1 are requested            q . k and d_out . v of b
 //!                                                 probabilities, gradients of scores
 //!                                                 d_q += d_product k            barrier
 //! ```
@@ -11,11 +11,11 @@
 //! Queries and `d_out` are left operands in registers, keys and values right operands. SIMD groups of a team divide the columns of their
 //! rows, and exchange both products.
 
-use super::d_scores::{Modifiers, PairTile, RowTerms, TileProducts, no_terms, pair_of};
-use super::nonfinite::{add_nonfinite, clear_nonfinite, flag_nonfinite};
+use super::d_scores::{Modifiers, PairTile, RowTerms, TermMemory, TileProducts, no_terms, pair_of};
+use super::nonfinite::{flag_nonfinite, take_nonfinite};
 use super::params::Backward;
 use super::row_block::{
-    block_len, chunk_elements, chunk_loads, clear_padding, fetch_rows, head_rows, store_rows,
+    RowSource, block_len, chunk_elements, chunk_loads, clear_padding, fetch_rows, head_of_keys, store_rows,
 };
 use crate::kernels::attend::Attend;
 use crate::kernels::prefill::block::{block_columns, scratch_len};
@@ -24,6 +24,7 @@ use crate::kernels::prefill::pass::{
     first_column, keys_of_rows, lane_row, part_index, team_index, tile_of_group,
 };
 use crate::kernels::prefill::softmax::{pv_block, qk_block, sum_parts};
+use crate::kernels::prefill::stream::clear_first;
 use crate::kernels::query::{Features, KeyRange, RowTile, lse_index, row_bound};
 use crate::kernels::rows::larger;
 use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, element_of, no_keys_yet};
@@ -50,17 +51,6 @@ fn terms_of_rows<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
         }
     }
     terms
-}
-
-/// Memory of the terms of rows.
-#[device]
-struct TermMemory<'a> {
-    /// ALiBi slopes.
-    slopes: &'a Buffer<f32>,
-    /// Terms `neg_lse`.
-    neg_lse: &'a Buffer<f32>,
-    /// Terms `delta`.
-    delta: &'a Buffer<f32>,
 }
 
 /// Queries, or rows of `d_out`, for [`qk_block`].
@@ -120,6 +110,68 @@ fn pairs_of_block<const ROW_TILES: usize, const SCORE_TILES: usize>(
         }
     }
     pairs
+}
+
+/// Keys that the rows of a tile see.
+#[device]
+struct TileKeys {
+    /// Of the SIMD group's team.
+    own: KeyRange,
+    /// Of the threadgroup.
+    all: KeyRange,
+}
+
+/// The keys that the rows of a tile see, as far as no mask hides them.
+#[device]
+fn keys_of_tile<const ROW_TILES: usize, const SIMD_GROUPS: usize, const TEAM_SIMDS: usize>(
+    tile: RowTile,
+    params: &Attend,
+    has: Features,
+) -> TileKeys {
+    let size = (16 * ROW_TILES) as u32;
+    let first = tile.first + size * team_index::<TEAM_SIMDS>();
+    let end = tile.first + (16 * ROW_TILES * SIMD_GROUPS / TEAM_SIMDS) as u32;
+    let seen = TileKeys {
+        own: keys_of_rows(tile, first, (first + size).min(tile.rows), params, has),
+        all: keys_of_rows(tile, tile.first, end.min(tile.rows), params, has),
+    };
+    seen
+}
+
+/// Returns true if some row may not see some key from `first` on, up to `end`.
+#[device]
+fn is_partial(keys: KeyRange, first: u32, end: u32, has: Features) -> bool {
+    has.mask || (first as i32) < keys.full_low || end as i32 > keys.full_high
+}
+
+/// Products of a team's rows with a block of keys and of values. By all threads of the threadgroup.
+#[device]
+#[inline(always)]
+fn products_of_block<
+    T: Element,
+    const K_COLUMNS: usize,
+    const V_COLUMNS: usize,
+    const K_PAIRS: usize,
+    const V_PAIRS: usize,
+    const ROW_TILES: usize,
+    const SCORE_TILES: usize,
+    const TEAM_SIMDS: usize,
+>(
+    q: Queries<T, K_PAIRS, ROW_TILES>,
+    d_out: Queries<T, V_PAIRS, ROW_TILES>,
+    keys: &Shared<T>,
+    values: &Shared<T>,
+    exchange: &mut Shared<f32>,
+) -> TileProducts<SCORE_TILES, ROW_TILES> {
+    let own_scores = qk_block::<T, 0, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(q, keys);
+    let scores = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_scores, exchange);
+    let own_d_probs = qk_block::<T, 0, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(d_out, values);
+    if TEAM_SIMDS > 1 {
+        barrier();
+    }
+    let d_probs = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_d_probs, exchange);
+    let products = TileProducts::<SCORE_TILES, ROW_TILES> { scores, d_probs };
+    products
 }
 
 /// Writes the gradients of a lane's rows.
@@ -266,74 +318,48 @@ pub fn backward_q<
     let mut exchange: Shared<f32> = shared(SCRATCH_LEN);
     let mut flags: Shared<u32> = shared(4);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
-    let bias = BiasMemory { slopes, mask, tree };
-    let size = (16 * ROW_TILES * SIMD_GROUPS / TEAM_SIMDS) as u32;
-    let tile = tile_of_group(sequences, params, size);
+    let memory = BiasMemory { slopes, mask, tree };
+    let tile = tile_of_group(sequences, params, (16 * ROW_TILES * SIMD_GROUPS / TEAM_SIMDS) as u32);
     if tile.first >= tile.rows {
         return;
     }
-    let team_first = tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>();
-    let own = keys_of_rows(tile, team_first, (team_first + (16 * ROW_TILES) as u32).min(tile.rows), params, has);
-    let all: KeyRange = keys_of_rows(tile, tile.first, (tile.first + size).min(tile.rows), params, has);
-    let kv_len = tile.sequence.kv_len as u32;
-    let k_rows = head_rows(tile.sequence.batch, tile.kv_head, tile.sequence.kv_start, kv_len, backward.k);
-    let v_rows = head_rows(tile.sequence.batch, tile.kv_head, tile.sequence.kv_start, kv_len, backward.v);
-    let begin = all.low as u32 / 16 * 16;
-    let end = all.high as u32;
-    if thread_index() == 0 {
-        flags[0] = 0;
-    }
+    let seen = keys_of_tile::<ROW_TILES, SIMD_GROUPS, TEAM_SIMDS>(tile, params, has);
+    let k_source = RowSource::<QElement> { memory: k, rows: head_of_keys(tile, backward.k), in_chunks };
+    let v_source = RowSource::<QElement> { memory: v, rows: head_of_keys(tile, backward.v), in_chunks };
+    let end = seen.all.high as u32;
+    let mut first = seen.all.low as u32 / 16 * 16;
+    clear_first(&mut flags);
     clear_padding::<QElement, HEAD_DIM, K_COLUMNS, KEY_TILES, SIMD_GROUPS>(&mut keys);
     clear_padding::<QElement, VALUE_DIM, V_COLUMNS, KEY_TILES, SIMD_GROUPS>(&mut values);
     let q_lefts = operands_of::<QElement, K_PAIRS, ROW_TILES>(row_lefts::<QElement, QElement, HEAD_DIM, K_COLUMNS,
         K_PAIRS, ROW_TILES, TEAM_SIMDS>(q, params.q, tile, params, 1.0));
     let d_out_lefts = operands_of::<QElement, V_PAIRS, ROW_TILES>(row_lefts::<QElement, QElement, VALUE_DIM, V_COLUMNS,
         V_PAIRS, ROW_TILES, TEAM_SIMDS>(d_out, backward.d_out, tile, params, 1.0));
-    let memory = TermMemory { slopes, neg_lse, delta };
-    let terms = terms_of_rows::<ROW_TILES, TEAM_SIMDS>(tile, memory, params, has);
+    let of_rows = TermMemory { slopes, neg_lse, delta };
+    let terms = terms_of_rows::<ROW_TILES, TEAM_SIMDS>(tile, of_rows, params, has);
     let mut state = no_keys_yet::<K_PAIRS, ROW_TILES>();
     let mut sums = DistanceSums::<ROW_TILES> { rows: [[0.0; 2]; ROW_TILES] };
-    let mut first = begin;
     // A tile that sees no key reads none.
-    let mut next_keys = fetch_rows::<QElement, HEAD_DIM, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(k, k_rows, first,
-        in_chunks && begin < end);
-    let mut next_values = fetch_rows::<QElement, VALUE_DIM, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(v, v_rows, first,
-        in_chunks && begin < end);
+    let mut next_k = fetch_rows::<QElement, HEAD_DIM, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(k_source, first, first < end);
+    let mut next_v = fetch_rows::<QElement, VALUE_DIM, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(v_source, first, first < end);
     while first < end {
-        store_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(&mut keys, next_keys, k,
-            k_rows, first, in_chunks);
-        store_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(&mut values, next_values, v,
-            v_rows, first, in_chunks);
+        store_rows::<QElement, HEAD_DIM, K_COLUMNS, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(&mut keys, next_k, k_source, first);
+        store_rows::<QElement, VALUE_DIM, V_COLUMNS, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(&mut values, next_v, v_source, first);
         barrier();
         let following = first + (16 * KEY_TILES) as u32;
-        next_keys = fetch_rows::<QElement, HEAD_DIM, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(k, k_rows, following,
-            in_chunks && following < end);
-        next_values = fetch_rows::<QElement, VALUE_DIM, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(v, v_rows, following,
-            in_chunks && following < end);
-        let own_products = qk_block::<QElement, 0, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(q_lefts, &keys);
-        let products = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_products, &mut exchange);
-        let own_d_probs = qk_block::<QElement, 0, V_COLUMNS, V_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(d_out_lefts,
-            &values);
-        if TEAM_SIMDS > 1 {
-            barrier();
-        }
-        let d_probs = sum_parts::<ROW_TILES, SCORE_TILES, TEAM_SIMDS>(own_d_probs, &mut exchange);
-        let low = first as i32;
-        let high = following as i32;
-        let partial = has.mask || low < own.full_low || high > own.full_high;
-        let any_partial = has.mask || low < all.full_low || high > all.full_high;
-        let modifiers = Modifiers { memory: bias, scoring: Scoring { has, partial, tree: all.tree } };
-        let both = TileProducts::<SCORE_TILES, ROW_TILES> { scores: products, d_probs };
-        let pairs = pairs_of_block::<ROW_TILES, SCORE_TILES>(both, low, terms, &mut sums, modifiers, params);
-        if any_partial {
+        next_k = fetch_rows::<QElement, HEAD_DIM, CHUNK, K_LOADS, KEY_TILES, SIMD_GROUPS>(k_source, following, following < end);
+        next_v = fetch_rows::<QElement, VALUE_DIM, CHUNK, V_LOADS, KEY_TILES, SIMD_GROUPS>(v_source, following, following < end);
+        let products = products_of_block::<QElement, K_COLUMNS, V_COLUMNS, K_PAIRS, V_PAIRS, ROW_TILES, SCORE_TILES,
+            TEAM_SIMDS>(q_lefts, d_out_lefts, &keys, &values, &mut exchange);
+        let partial = is_partial(seen.own, first, following, has);
+        let modifiers = Modifiers { memory, scoring: Scoring { has, partial, tree: seen.all.tree } };
+        let pairs = pairs_of_block::<ROW_TILES, SCORE_TILES>(products, first as i32, terms, &mut sums, modifiers, params);
+        if is_partial(seen.all, first, following, has) {
             flag_nonfinite::<QElement, K_COLUMNS, SCORE_TILES, SIMD_GROUPS>(&keys, &mut flags);
             barrier();
             if flags[0] != 0 {
-                add_nonfinite::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut state,
-                    pairs.d_products, pairs.seen, &keys, end - first);
-                barrier();
-                clear_nonfinite::<QElement, K_COLUMNS, SCORE_TILES, SIMD_GROUPS>(&mut keys);
-                barrier();
+                take_nonfinite::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, SIMD_GROUPS, TEAM_SIMDS>(&mut state,
+                    pairs.d_products, pairs.seen, &mut keys, end - first);
             }
         }
         pv_block::<QElement, K_COLUMNS, K_PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(&mut state, pairs.d_products, &keys);

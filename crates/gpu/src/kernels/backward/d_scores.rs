@@ -20,6 +20,17 @@ pub struct RowTerms {
     pub delta: f32,
 }
 
+/// Memory of the terms of rows.
+#[device]
+pub struct TermMemory<'a> {
+    /// ALiBi slopes.
+    pub slopes: &'a Buffer<f32>,
+    /// Terms `neg_lse`.
+    pub neg_lse: &'a Buffer<f32>,
+    /// Terms `delta`.
+    pub delta: &'a Buffer<f32>,
+}
+
 /// The terms of a row that sees no key.
 #[device]
 pub fn no_terms() -> RowTerms {
@@ -29,7 +40,7 @@ pub fn no_terms() -> RowTerms {
     terms
 }
 
-/// What makes scores of scaled products.
+/// Terms that make scores of scaled products.
 #[device]
 pub struct Modifiers<'a> {
     /// Masks and ALiBi slopes.

@@ -30,7 +30,7 @@ pub fn flag_nonfinite<
 /// Adds `factors x` of the elements of a block that are not finite to the rows that see them, row by row of the block. To compilers the
 /// number of rows is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
-pub fn add_nonfinite<
+fn add_nonfinite<
     T: Element,
     const COLUMNS: usize,
     const PAIRS: usize,
@@ -67,20 +67,31 @@ pub fn add_nonfinite<
     }
 }
 
-/// Replaces the elements of a block that are not finite by zeros. By all threads of the threadgroup.
+/// Adds `factors x` of the elements of a block that are not finite to the rows that see them, and replaces them by zeros. `rows` of the
+/// block are of the sequence. By all threads of the threadgroup.
 #[device]
-pub fn clear_nonfinite<
+pub fn take_nonfinite<
     T: Element,
     const COLUMNS: usize,
+    const PAIRS: usize,
+    const ROW_TILES: usize,
     const SCORE_TILES: usize,
     const SIMD_GROUPS: usize,
+    const TEAM_SIMDS: usize,
 >(
+    state: &mut Accumulator<PAIRS, ROW_TILES>,
+    factors: [[[[f32; 2]; 2]; SCORE_TILES]; ROW_TILES],
+    seen: [u32; ROW_TILES],
     block: &mut Shared<T>,
+    rows: u32,
 ) {
+    add_nonfinite::<T, COLUMNS, PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(state, factors, seen, block, rows);
+    barrier();
     for at in (thread_index()..(8 * SCORE_TILES * COLUMNS) as u32).step_by(32 * SIMD_GROUPS) {
         let element = at / COLUMNS as u32 * (COLUMNS + ROW_PADDING) as u32 + at % COLUMNS as u32;
         if !block[element].to_f32().is_finite() {
             block[element] = T::from_f32(0.0);
         }
     }
+    barrier();
 }

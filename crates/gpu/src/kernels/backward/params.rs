@@ -1,4 +1,4 @@
-//! Launch parameters of the backward kernels, beside those of the forward kernels.
+//! Launch parameters of the backward kernels, beside [`Attend`](crate::kernels::attend::Attend).
 
 use flashtile_kernel::prelude::*;
 

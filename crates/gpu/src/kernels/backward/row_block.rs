@@ -4,6 +4,7 @@
 //! zeros.
 
 use crate::kernels::prefill::block::ROW_PADDING;
+use crate::kernels::query::RowTile;
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
 
@@ -33,6 +34,17 @@ pub struct HeadRows {
     pub last: u32,
 }
 
+/// The memory of the rows of a head.
+#[device]
+pub struct RowSource<'a, T: Element> {
+    /// Elements of the tensor.
+    pub memory: &'a Buffer<T>,
+    /// The rows.
+    pub rows: HeadRows,
+    /// True if rows are multiples of 16 bytes at multiples of 16 bytes. Otherwise [`store_rows`] alone copies them.
+    pub in_chunks: bool,
+}
+
 /// The rows of a head, of a tensor with these strides over batch entry, head and row, from row `first` on. There is at least one.
 #[device]
 pub fn head_rows(batch: u32, head: u32, first: u32, count: u32, strides: [u64; 3]) -> HeadRows {
@@ -44,6 +56,13 @@ pub fn head_rows(batch: u32, head: u32, first: u32, count: u32, strides: [u64; 3
     rows
 }
 
+/// The keys, or the values, of a tile's head, or their gradients.
+#[device]
+pub fn head_of_keys(tile: RowTile, strides: [u64; 3]) -> HeadRows {
+    let sequence = tile.sequence;
+    head_rows(sequence.batch, tile.kv_head, sequence.kv_start, sequence.kv_len as u32, strides)
+}
+
 /// A thread's chunks of a block, on their way from memory.
 #[device]
 pub struct Chunks<const LOADS: usize> {
@@ -51,8 +70,8 @@ pub struct Chunks<const LOADS: usize> {
     pub words: [[u32; 4]; LOADS],
 }
 
-/// Chunks of the `16 TILES` rows from row `first` on: `t`, `t + 32 SIMD_GROUPS`, .., where `t` is the thread. With `in_chunks`, rows are
-/// multiples of 16 bytes at multiples of 16 bytes; otherwise the block is copied by [`store_rows`] alone.
+/// Chunks of the `16 TILES` rows from row `first` on: `t`, `t + 32 SIMD_GROUPS`, .., where `t` is the thread. None are read unless
+/// `reads`.
 #[device]
 #[inline(always)]
 pub fn fetch_rows<
@@ -63,20 +82,20 @@ pub fn fetch_rows<
     const TILES: usize,
     const SIMD_GROUPS: usize,
 >(
-    memory: &Buffer<T>,
-    rows: HeadRows,
+    source: RowSource<T>,
     first: u32,
-    in_chunks: bool,
+    reads: bool,
 ) -> Chunks<LOADS> {
     let mut block = Chunks::<LOADS> { words: [[0u32; 4]; LOADS] };
-    if in_chunks {
+    if source.in_chunks && reads {
         let chunks = (DIM / CHUNK) as u32;
         for i in 0..LOADS {
             let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
             if thread < 16 * TILES as u32 * chunks {
-                let row = (first + thread / chunks).min(rows.last);
-                let at = rows.start + row as u64 * rows.stride + (thread % chunks * CHUNK as u32) as u64;
-                block.words[i] = memory.load_as::<u32, 4>(at);
+                let row = (first + thread / chunks).min(source.rows.last) as u64;
+                let at =
+                    source.rows.start + row * source.rows.stride + (thread % chunks * CHUNK as u32) as u64;
+                block.words[i] = source.memory.load_as::<u32, 4>(at);
             }
         }
     }
@@ -97,13 +116,11 @@ pub fn store_rows<
 >(
     block: &mut Shared<T>,
     from: Chunks<LOADS>,
-    memory: &Buffer<T>,
-    rows: HeadRows,
+    source: RowSource<T>,
     first: u32,
-    in_chunks: bool,
 ) {
     let line = (COLUMNS + ROW_PADDING) as u32;
-    if in_chunks {
+    if source.in_chunks {
         let chunks = (DIM / CHUNK) as u32;
         for i in 0..LOADS {
             let thread = thread_index() + (32 * SIMD_GROUPS * i) as u32;
@@ -114,11 +131,35 @@ pub fn store_rows<
         }
     } else {
         for at in (thread_index()..(16 * TILES * DIM) as u32).step_by(32 * SIMD_GROUPS) {
-            let row = (first + at / DIM as u32).min(rows.last);
-            let element = rows.start + row as u64 * rows.stride + (at % DIM as u32) as u64;
-            block[at / DIM as u32 * line + at % DIM as u32] = memory[element];
+            let row = (first + at / DIM as u32).min(source.rows.last) as u64;
+            let element = source.rows.start + row * source.rows.stride + (at % DIM as u32) as u64;
+            block[at / DIM as u32 * line + at % DIM as u32] = source.memory[element];
         }
     }
+}
+
+/// Copies the `16 TILES` rows from row `first` on, with zeros beyond their columns. None are read unless `reads`.
+#[device]
+#[inline(always)]
+pub fn copy_rows<
+    T: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const CHUNK: usize,
+    const LOADS: usize,
+    const TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    block: &mut Shared<T>,
+    source: RowSource<T>,
+    first: u32,
+    reads: bool,
+) {
+    if reads {
+        let from = fetch_rows::<T, DIM, CHUNK, LOADS, TILES, SIMD_GROUPS>(source, first, true);
+        store_rows::<T, DIM, COLUMNS, CHUNK, LOADS, TILES, SIMD_GROUPS>(block, from, source, first);
+    }
+    clear_padding::<T, DIM, COLUMNS, TILES, SIMD_GROUPS>(block);
 }
 
 /// Fills the columns beyond the `DIM` elements of a row with zeros.

@@ -94,7 +94,7 @@ pub fn sum_rows(
     #[constant] has_sinks: bool,
     #[constant] has_d_lse: bool,
 ) {
-    let mut parts: Shared<f32> = shared(4);
+    let mut simd_sums: Shared<f32> = shared(4);
     let memory = RowMemory { lse, d_lse, delta, distance_sums, sinks, has_sinks, has_d_lse };
     let head = group_x() % params.q_heads;
     let mut first = 0u32;
@@ -120,10 +120,10 @@ pub fn sum_rows(
     }
     sum = simd_sum(sum);
     if simd_lane() == 0 {
-        parts[simd_index()] = sum;
+        simd_sums[simd_index()] = sum;
     }
     barrier();
     if thread_index() == 0 {
-        sums[group_x()] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+        sums[group_x()] = (simd_sums[0] + simd_sums[1]) + (simd_sums[2] + simd_sums[3]);
     }
 }
