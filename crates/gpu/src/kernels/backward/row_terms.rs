@@ -6,7 +6,7 @@ use crate::kernels::query::{Features, head_of, lse_index, row_bound, row_tile};
 use crate::kernels::score::to_log2;
 use flashtile_kernel::prelude::*;
 
-/// Query rows of a threadgroup of [`row_terms`].
+/// Query rows of a threadgroup of [`row_terms()`].
 #[constant]
 pub const TERM_ROWS: u32 = 32;
 
