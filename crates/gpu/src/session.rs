@@ -46,6 +46,8 @@ pub struct Session<E: Engine> {
 struct KeptBackward<M> {
     plan: BackwardPlan,
     workspace: BackwardWorkspace<M>,
+    /// True if the numbers in the workspace have reached the device, as far as is known.
+    is_written: bool,
     /// True if a graph refers to the plan.
     captured: bool,
 }
@@ -359,8 +361,12 @@ impl<E: Engine> Session<E> {
     ) -> Result<(), E::Error> {
         self.select_backward(desc)?;
         let captures = self.captures()?;
-        let KeptBackward { plan, workspace, captured } = &mut self.backward[0];
+        let KeptBackward { plan, workspace, is_written, captured } = &mut self.backward[0];
         backward::tensors::check(plan.problem(), inputs, gradients)?;
+        if !*is_written {
+            workspace.write(&self.device, plan).map_err(SessionError::device)?;
+            *is_written = true;
+        }
         *captured |= captures;
         backward::run::run(&self.device, plan, inputs, gradients, workspace)?;
         self.device.submit();
@@ -393,11 +399,7 @@ impl<E: Engine> Session<E> {
 
     /// Moves the backward plan of a description to the front, and makes it where there is none.
     fn select_backward(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
-        let failures = self.device.failures();
-        if failures != self.failures {
-            // Numbers may not have reached the device.
-            self.backward.retain(|kept| kept.captured);
-        }
+        self.notice_failures();
         if let Some(at) = self.backward.iter().position(|kept| kept.plan.problem().desc() == desc) {
             self.backward[..=at].rotate_right(1);
             return Ok(());
@@ -407,12 +409,14 @@ impl<E: Engine> Session<E> {
         if self.captures()? {
             return Err(SessionError::Captures { what: "preparation of a plan" }.into());
         }
-        let last = self.backward.iter().rposition(|kept| !kept.captured);
-        if let Some(last) = last.filter(|_| self.backward.len() >= MAX_PLANS) {
+        let free = self.backward.iter().filter(|kept| !kept.captured).count();
+        if let Some(last) =
+            self.backward.iter().rposition(|kept| !kept.captured).filter(|_| free >= MAX_PLANS)
+        {
             self.backward.remove(last);
         }
         let workspace = BackwardWorkspace::new(&self.device, &plan).map_err(SessionError::device)?;
-        self.backward.insert(0, KeptBackward { plan, workspace, captured: false });
+        self.backward.insert(0, KeptBackward { plan, workspace, is_written: true, captured: false });
         Ok(())
     }
 
@@ -432,18 +436,24 @@ impl<E: Engine> Session<E> {
         Ok(self.device.captures().map_err(SessionError::device)?)
     }
 
+    /// After a failure of the device, forgets all that was written to the memory of plans: it may not have arrived.
+    fn notice_failures(&mut self) {
+        let failures = self.device.failures();
+        if failures == self.failures {
+            return;
+        }
+        for kept in &mut self.plans {
+            E::forget_written(&mut kept.prepared);
+            let tables = kept.tables.iter_mut().filter_map(|tables| tables.last.as_mut());
+            tables.for_each(|table| table.entries.clear());
+        }
+        self.backward.iter_mut().for_each(|kept| kept.is_written = false);
+        self.failures = failures;
+    }
+
     /// Moves the plan of a description to the front.
     fn select(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
-        let failures = self.device.failures();
-        if failures != self.failures {
-            // Numbers and tables may not have reached the device.
-            for kept in &mut self.plans {
-                E::forget_written(&mut kept.prepared);
-                let tables = kept.tables.iter_mut().filter_map(|tables| tables.last.as_mut());
-                tables.for_each(|table| table.entries.clear());
-            }
-            self.failures = failures;
-        }
+        self.notice_failures();
         match self.plans.iter().position(|kept| kept.problem().desc() == desc) {
             Some(at) => self.plans[..=at].rotate_right(1),
             None => self.add(desc)?,

@@ -35,23 +35,31 @@ impl<M: DeviceMemory> BackwardWorkspace<M> {
     pub fn new<D: HostAccess<Memory = M>>(device: &D, plan: &BackwardPlan) -> Result<Self, D::Error> {
         let problem = plan.problem();
         let rows: usize = problem.dims().lse_shape().iter().product();
-        let numbers = sequences(problem, |_| 0);
-        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_ne_bytes()).collect();
         let f32s = |len: usize| device.uninit(ScalarType::F32, len.max(1));
-        let len = numbers.len().max(SEQUENCE_WORDS as usize);
-        let mut sequences = device.uninit(ScalarType::I32, len)?;
-        device.write(&mut sequences, 0, &bytes)?;
-        let (mut zero, mut byte) = (f32s(1)?, device.uninit(ScalarType::U8, 1)?);
-        device.write(&mut zero, 0, &0f32.to_ne_bytes())?;
-        device.write(&mut byte, 0, &[0])?;
-        let distances = if plan.has.has_alibi { rows } else { 1 };
-        Ok(Self {
-            sequences,
+        let words = SEQUENCE_WORDS as usize * problem.sequences().len().max(1);
+        let mut new = Self {
+            sequences: device.uninit(ScalarType::I32, words)?,
             neg_lse: f32s(rows)?,
             delta: f32s(rows)?,
-            distance_sums: f32s(distances)?,
-            absent: [zero, byte],
-        })
+            distance_sums: f32s(if plan.has.has_alibi { rows } else { 1 })?,
+            absent: [f32s(1)?, device.uninit(ScalarType::U8, 1)?],
+        };
+        new.write(device, plan)?;
+        Ok(new)
+    }
+
+    /// Writes all that runs read and no kernel writes.
+    pub(crate) fn write<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        plan: &BackwardPlan,
+    ) -> Result<(), D::Error> {
+        let numbers = sequences(plan.problem(), |_| 0);
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_ne_bytes()).collect();
+        device.write(&mut self.sequences, 0, &bytes)?;
+        let [zero, byte] = &mut self.absent;
+        device.write(zero, 0, &0f32.to_ne_bytes())?;
+        device.write(byte, 0, &[0])
     }
 }
 
@@ -167,38 +175,46 @@ fn launch_terms<M: DeviceMemory, D: Device<Memory = M>>(
     .launch_instance(device, &step.instance)
 }
 
+/// A call of `backward_q` or `backward_kv`: the arguments that both have, and more.
+macro_rules! backward_call {
+    ($kernel:ident, $run:expr, $step:expr, $workspace:expr, { $($more:tt)* }) => {{
+        let (run, step, inputs, has) = ($run, $step, $run.inputs, $run.plan.has);
+        let BackwardWorkspace { sequences, neg_lse, delta, absent: [f32s, bytes], .. } = $workspace;
+        $kernel::Call {
+            q: inputs.q.view,
+            k: inputs.k.view,
+            v: inputs.v.view,
+            d_out: inputs.d_out.view,
+            sequences: sequences.view(),
+            slopes: inputs.alibi_slopes.unwrap_or_else(|| f32s.view()),
+            mask: inputs.mask.map_or_else(|| bytes.view(), |mask| mask.bytes),
+            tree: inputs.tree.map_or_else(|| bytes.view(), |tree| tree.bytes),
+            neg_lse: neg_lse.view(),
+            delta: delta.view(),
+            params: run.attend(step),
+            backward: run.backward,
+            in_chunks: run.in_chunks,
+            has_softcap: has.has_softcap,
+            has_alibi: has.has_alibi,
+            has_mask: has.has_mask,
+            has_tree_mask: has.has_tree_mask,
+            groups: step.groups,
+            $($more)*
+        }
+    }};
+}
+
 fn launch_q<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
     run: &Run<'_, '_, M>,
     gradients: &mut GpuGradients<'_, M>,
     workspace: &mut BackwardWorkspace<M>,
 ) -> Result<(), LaunchError<D::Error>> {
-    let step = &run.plan.q;
-    let BackwardWorkspace { sequences, neg_lse, delta, distance_sums, absent: [f32s, bytes] } = workspace;
-    let (inputs, has) = (run.inputs, run.plan.has);
-    backward_q::Call {
-        q: inputs.q.view,
-        k: inputs.k.view,
-        v: inputs.v.view,
-        d_out: inputs.d_out.view,
-        sequences: sequences.view(),
-        slopes: inputs.alibi_slopes.unwrap_or_else(|| f32s.view()),
-        mask: inputs.mask.map_or_else(|| bytes.view(), |mask| mask.bytes),
-        tree: inputs.tree.map_or_else(|| bytes.view(), |tree| tree.bytes),
-        neg_lse: neg_lse.view(),
-        delta: delta.view(),
-        params: run.attend(step),
-        backward: run.backward,
-        d_q: gradients.d_q.view.reborrow(),
-        distance_sums: distance_sums.view_mut(),
-        in_chunks: run.in_chunks,
-        has_softcap: has.has_softcap,
-        has_alibi: has.has_alibi,
-        has_mask: has.has_mask,
-        has_tree_mask: has.has_tree_mask,
-        groups: step.groups,
-    }
-    .launch_instance(device, &step.instance)
+    let (step, d_q) = (&run.plan.q, gradients.d_q.view.reborrow());
+    let BackwardWorkspace { distance_sums, .. } = workspace;
+    let distance_sums = distance_sums.view_mut();
+    backward_call!(backward_q, run, step, workspace, { d_q, distance_sums })
+        .launch_instance(device, &step.instance)
 }
 
 fn launch_kv<M: DeviceMemory, D: Device<Memory = M>>(
@@ -207,32 +223,8 @@ fn launch_kv<M: DeviceMemory, D: Device<Memory = M>>(
     gradients: &mut GpuGradients<'_, M>,
     workspace: &BackwardWorkspace<M>,
 ) -> Result<(), LaunchError<D::Error>> {
-    let step = &run.plan.kv;
-    let BackwardWorkspace { sequences, neg_lse, delta, absent: [f32s, bytes], .. } = workspace;
-    let (inputs, has) = (run.inputs, run.plan.has);
-    backward_kv::Call {
-        q: inputs.q.view,
-        k: inputs.k.view,
-        v: inputs.v.view,
-        d_out: inputs.d_out.view,
-        sequences: sequences.view(),
-        slopes: inputs.alibi_slopes.unwrap_or_else(|| f32s.view()),
-        mask: inputs.mask.map_or_else(|| bytes.view(), |mask| mask.bytes),
-        tree: inputs.tree.map_or_else(|| bytes.view(), |tree| tree.bytes),
-        neg_lse: neg_lse.view(),
-        delta: delta.view(),
-        params: run.attend(step),
-        backward: run.backward,
-        d_k: gradients.d_k.view.reborrow(),
-        d_v: gradients.d_v.view.reborrow(),
-        in_chunks: run.in_chunks,
-        has_softcap: has.has_softcap,
-        has_alibi: has.has_alibi,
-        has_mask: has.has_mask,
-        has_tree_mask: has.has_tree_mask,
-        groups: step.groups,
-    }
-    .launch_instance(device, &step.instance)
+    let (step, d_k, d_v) = (&run.plan.kv, gradients.d_k.view.reborrow(), gradients.d_v.view.reborrow());
+    backward_call!(backward_kv, run, step, workspace, { d_k, d_v }).launch_instance(device, &step.instance)
 }
 
 fn launch_sums<M: DeviceMemory, D: Device<Memory = M>>(
