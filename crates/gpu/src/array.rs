@@ -47,7 +47,7 @@ impl<M: DeviceMemory> GpuArray<M> {
     /// Memory whose elements may be any, until something writes them.
     ///
     /// # Errors
-    /// As [`GpuArray::zeros`].
+    /// The errors of [`GpuArray::zeros`].
     pub fn uninit<D: HostAccess<Memory = M>>(
         device: &D,
         dtype: Dtype,

@@ -1,5 +1,6 @@
 //! The portable kernels on their simulator: native code of some instances, and sessions on it.
 
+use crate::backward::tile::small_tile;
 use crate::codecs::format_id;
 use crate::engine::PortableEngine;
 use crate::kernels::backward::row_terms::row_terms;
@@ -184,7 +185,7 @@ fn backward_q() -> Vec<Instance> {
 fn backward_kv() -> Vec<Instance> {
     macro_rules! tile {
         ($q:ident $d:literal) => {
-            native_backward_kv!($q, [$d, $d], [1, 1, 2, 1, { if $d > 64 { 1 } else { 0 } }])
+            native_backward_kv!($q, [$d, $d], [1, 1, 2, 1, { small_tile($d).kv.in_registers as usize }])
         };
     }
     of_elements!(tile)

@@ -416,6 +416,7 @@ impl<M: DeviceMemory> GpuInputs<'_, M> {
     }
 }
 
+/// Makes structs of views `Copy`, whatever the memory is.
 macro_rules! copies {
     ($($Of:ident)*) => {$(
         impl<M> Clone for $Of<'_, M> {
@@ -427,6 +428,8 @@ macro_rules! copies {
         impl<M> Copy for $Of<'_, M> {}
     )*};
 }
+pub(crate) use copies;
+
 copies!(GpuTensor GpuKv GpuMask GpuTables GpuKeptPages GpuKeptInputs GpuInputs);
 
 /// The dtype of elements, if tensors have it.

@@ -148,6 +148,20 @@ pub(crate) fn list<D: HostAccess>(device: &D, list: &[f32]) -> Result<D::Memory,
     filled(device, ScalarType::F32, &bytes)
 }
 
+/// Copies the f32 of a memory to a list that is no longer, after all work of the device before has ended.
+pub(crate) fn read_list<D: HostAccess>(
+    device: &D,
+    memory: &D::Memory,
+    list: &mut [f32],
+) -> Result<(), D::Error> {
+    let mut bytes = vec![0u8; list.len() * 4];
+    device.read(memory, 0, &mut bytes)?;
+    for (to, from) in list.iter_mut().zip(bytes.as_chunks().0) {
+        *to = f32::from_ne_bytes(*from);
+    }
+    Ok(())
+}
+
 impl<M> Kv<M> {
     fn new<D: HostAccess<Memory = M>>(
         device: &D,
@@ -447,11 +461,7 @@ impl<M: DeviceMemory> Results<M> {
             to.copy_from_slice(&bytes[start(row, *strides) * size..][..to.len()]);
         }
         if let (Some(memory), Some(lse)) = (&self.lse, &mut outputs.lse) {
-            let mut bytes = vec![0u8; memory.view().len() * 4];
-            device.read(memory, 0, &mut bytes)?;
-            for (to, from) in lse.iter_mut().zip(bytes.as_chunks().0) {
-                *to = f32::from_ne_bytes(*from);
-            }
+            read_list(device, memory, lse)?;
         }
         Ok(())
     }

@@ -102,7 +102,7 @@ impl BackwardCase {
     /// The case for a backend that rounds probabilities and gradients of scores to the dtype before it multiplies them.
     ///
     /// # Errors
-    /// As [`BackwardCase::recompute_oracle`].
+    /// The errors of [`BackwardCase::recompute_oracle`].
     pub fn rounding_scores(mut self) -> Result<Self, RunError> {
         self.rounds_scores = true;
         self.recompute_oracle().map(|()| self)

@@ -10,7 +10,7 @@ use crate::launches::{Features, Partials, attend};
 use crate::shape::{Shape, count};
 use crate::tile::PortableTile;
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{Problem, Sequences};
+use flashtile_core::problem::{Problem, Sequence, Sequences};
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance};
 
@@ -71,9 +71,7 @@ impl BackwardPlan {
         let shape = Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
         let variant = variant_of(problem);
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
-        let longest = |of: fn(&flashtile_core::problem::Sequence) -> usize| {
-            problem.sequences().iter().map(of).max().unwrap_or(0)
-        };
+        let longest = |of: fn(&Sequence) -> usize| problem.sequences().iter().map(of).max().unwrap_or(0);
         let is_packed = matches!(desc.sequences, Sequences::Packed { .. });
         let kv_rows = if is_packed { 0 } else { dims.kv_len };
         let q_rows = longest(|s| s.q_len).saturating_mul(dims.gqa_group());
@@ -122,12 +120,6 @@ impl BackwardPlan {
     #[must_use]
     pub const fn tile(&self) -> &BackwardTile {
         &self.tile
-    }
-
-    /// The kernels, in the order of their launches.
-    #[must_use]
-    pub fn instances(&self) -> [&Instance; 4] {
-        [&self.terms.instance, &self.q.instance, &self.kv.instance, &self.sums]
     }
 }
 

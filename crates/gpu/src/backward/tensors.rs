@@ -1,7 +1,7 @@
 //! Tensors of a backward run in the memory of a device.
 
 use crate::error::SessionError;
-use crate::tensors::{GpuMask, GpuTensor, GpuTensorMut, dtype_of};
+use crate::tensors::{GpuMask, GpuTensor, GpuTensorMut, copies, dtype_of};
 use flashtile_core::gradients;
 use flashtile_core::inputs::{self, InputShapes, RunError};
 use flashtile_core::problem::Problem;
@@ -35,13 +35,7 @@ pub struct GpuBackwardInputs<'a, M> {
     pub sinks: Option<View<'a, M>>,
 }
 
-impl<M> Clone for GpuBackwardInputs<'_, M> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<M> Copy for GpuBackwardInputs<'_, M> {}
+copies!(GpuBackwardInputs);
 
 /// Tensors that a backward run writes, as [`Gradients`](flashtile_core::gradients::Gradients) in the memory of a device. Every element is
 /// written.

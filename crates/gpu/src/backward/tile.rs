@@ -40,9 +40,9 @@ impl TileShape {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_structs)]
 pub struct BackwardTile {
-    /// Of `backward_q`: query rows are kept, keys streamed.
+    /// The tile of `backward_q`, which keeps query rows and streams keys.
     pub q: TileShape,
-    /// Of `backward_kv`: keys are kept, query rows streamed.
+    /// The tile of `backward_kv`, which keeps keys and streams query rows.
     pub kv: TileShape,
 }
 

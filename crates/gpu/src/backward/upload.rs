@@ -3,7 +3,7 @@
 use super::tensors::{GpuBackwardInputs, GpuGradients};
 use crate::array::GpuArray;
 use crate::error::SessionError;
-use crate::upload::{Mask, Placement, list};
+use crate::upload::{Mask, Placement, list, read_list};
 use flashtile_core::codec::KvView;
 use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::tensor::{MaskView, TensorView};
@@ -141,11 +141,7 @@ impl<M: DeviceMemory> BackwardResults<M> {
             [(&self.d_sinks, &mut gradients.d_sinks), (&self.d_alibi_slopes, &mut gradients.d_alibi_slopes)];
         for (memory, list) in lists {
             if let (Some(memory), Some(list)) = (memory, list) {
-                let mut bytes = vec![0u8; list.len() * 4];
-                device.read(memory, 0, &mut bytes).map_err(SessionError::device)?;
-                for (to, from) in list.iter_mut().zip(bytes.as_chunks().0) {
-                    *to = f32::from_ne_bytes(*from);
-                }
+                read_list(device, memory, list).map_err(SessionError::device)?;
             }
         }
         Ok(())

@@ -226,6 +226,12 @@ pub struct RowBounds<const ROW_TILES: usize> {
     pub keys: KeyRange,
 }
 
+/// The first key of the sequence's own tokens, which a tree mask is over.
+#[device]
+pub fn first_own_key(tile: RowTile) -> i32 {
+    tile.sequence.kv_len - tile.sequence.q_len as i32
+}
+
 /// Bounds of the rows of a tile.
 #[device]
 pub fn row_bounds<const ROW_TILES: usize>(
@@ -259,7 +265,7 @@ pub fn row_bounds<const ROW_TILES: usize>(
         high: simd_max(high),
         full_low: simd_max(full_low),
         full_high: simd_min(full_high),
-        tree: tile.sequence.kv_len - tile.sequence.q_len as i32,
+        tree: first_own_key(tile),
     };
     if has.tree_mask {
         keys.full_high = keys.full_high.min(keys.tree);

@@ -85,7 +85,7 @@ unsafe fn chunk_gradients(
 /// Adds the gradients of a tile over the blocks of a chunk. Returns false if no row sees a key of them: `d_q` of the tile is not set then.
 ///
 /// # Safety
-/// As [`task`]; the keys are packed.
+/// The contract of [`task`] holds, and the keys are packed.
 unsafe fn tile_gradients(work: &mut TileState<'_>, blocks: Range<usize>) -> bool {
     let mut has_keys = false;
     for block in blocks {
@@ -103,7 +103,7 @@ unsafe fn tile_gradients(work: &mut TileState<'_>, blocks: Range<usize>) -> bool
 /// Computes the gradients of the scores of a tile. Packs the rows first, unless they are packed.
 ///
 /// # Safety
-/// As [`task`]; the keys are packed.
+/// The contract of [`task`] holds, and the keys are packed.
 pub(super) unsafe fn score_gradients(work: &mut TileState<'_>, tile: &Tile, is_packed: bool) {
     let kernels = &work.cx.kernels;
     // SAFETY: the caller's contract.

@@ -18,18 +18,19 @@ use super::nonfinite::{flag_nonfinite, take_nonfinite};
 use super::params::Backward;
 use super::row_block::{
     HeadRows, RowSource, block_len, chunk_elements, chunk_loads, clear_padding, copy_rows, fetch_rows,
-    head_of_keys, head_rows, store_rows,
+    head_of_keys, head_rows, store_row, store_rows,
 };
 use crate::kernels::attend::Attend;
 use crate::kernels::prefill::block::{ROW_PADDING, block_columns, scratch_len};
+use crate::kernels::prefill::lefts::lefts_of_row;
 use crate::kernels::prefill::pass::{first_column, team_index};
 use crate::kernels::prefill::softmax::{pv_block, sum_parts};
 use crate::kernels::prefill::stream::clear_first;
 use crate::kernels::query::{
-    Features, RowBound, RowTile, head_of, lse_index, row_bound, row_tile, visible_keys,
+    Features, RowBound, RowTile, first_own_key, head_of, lse_index, row_bound, row_tile, visible_keys,
 };
 use crate::kernels::rows::larger;
-use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, element_of, no_keys_yet};
+use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, no_keys_yet};
 use flashtile_kernel::prelude::*;
 
 /// Elements of a tile of `16 * tiles` keys in threadgroup memory, where they are not in registers.
@@ -72,20 +73,13 @@ fn kept_rows<
         KeptRows::<T, PAIRS, ROW_TILES> { lefts: [[[left_from::<T>(0.0, 0.0); 2]; PAIRS]; ROW_TILES] };
     if IN_REGISTERS == 1 && reads {
         let own = first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>();
-        let column = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
         for m in 0..ROW_TILES {
             for h in 0..2usize {
                 let row = own + (16 * m + 8 * h) as u32 + matrix_row();
                 let start = source.rows.start + row.min(source.rows.last) as u64 * source.rows.stride;
+                let lefts = lefts_of_row::<T, T, DIM, COLUMNS, PAIRS, TEAM_SIMDS>(source.memory, start, 1.0);
                 for i in 0..PAIRS {
-                    let c = column + 8 * i as u32;
-                    let mut pair = [0.0; 2];
-                    for n in 0..2usize {
-                        if COLUMNS == DIM || c + (n as u32) < DIM as u32 {
-                            pair[n] = source.memory[start + (c + n as u32) as u64].to_f32();
-                        }
-                    }
-                    kept.lefts[m][i][h] = left_from::<T>(pair[0], pair[1]);
+                    kept.lefts[m][i][h] = lefts[i];
                 }
             }
         }
@@ -214,11 +208,11 @@ fn key_tile_of_group(sequences: &Buffer<i32>, params: &Attend, size: u32, kv_row
         rows: kv_rows.max(kv_len),
         begin_query: of.sequence.q_len,
         end_query: of.sequence.q_len,
-        tree: of.sequence.kv_len - of.sequence.q_len as i32,
+        tree: first_own_key(of),
     };
     if tile.first < tile.end {
-        tile.begin_query = first_row(of, params, tile.first as i32);
-        tile.end_query = end_row(of, params, tile.end as i32);
+        tile.begin_query = rows_in_front(of, params, tile.first as i32 + 1, true);
+        tile.end_query = rows_in_front(of, params, tile.end as i32, false);
     }
     tile
 }
@@ -230,33 +224,19 @@ fn head_of_queries(tile: RowTile, params: &Attend, strides: [u64; 3]) -> HeadRow
     head_rows(sequence.batch, head_of(tile, params, tile.first), sequence.q_start, sequence.q_len, strides)
 }
 
-/// The first query row of a head, of `q_len`, that may see a key behind `key`.
+/// The number of query rows of a head whose first visible key, or with `of_ends` the first key behind the visible ones, is in front of `key`:
+/// both grow with the row.
 #[device]
-fn first_row(tile: RowTile, params: &Attend, key: i32) -> u32 {
+fn rows_in_front(tile: RowTile, params: &Attend, key: i32, of_ends: bool) -> u32 {
     let mut low = 0u32;
     let mut high = tile.sequence.q_len;
     while low < high {
         let middle = (low + high) / 2;
-        if visible_keys(tile, middle * params.group, params).end > key {
-            high = middle;
-        } else {
+        let keys = visible_keys(tile, middle * params.group, params);
+        if select(of_ends, keys.end, keys.begin) < key {
             low = middle + 1;
-        }
-    }
-    low
-}
-
-/// The first query row of a head, of `q_len`, that sees no key in front of `key`.
-#[device]
-fn end_row(tile: RowTile, params: &Attend, key: i32) -> u32 {
-    let mut low = 0u32;
-    let mut high = tile.sequence.q_len;
-    while low < high {
-        let middle = (low + high) / 2;
-        if visible_keys(tile, middle * params.group, params).begin >= key {
-            high = middle;
         } else {
-            low = middle + 1;
+            high = middle;
         }
     }
     low
@@ -417,25 +397,18 @@ fn store_gradients<
     factor: f32,
     gradients: &mut Buffer<T>,
 ) {
-    let sequence = tile.of.sequence;
     let to = head_of_keys(tile.of, strides);
-    let column = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
     let own = tile.first + (16 * ROW_TILES) as u32 * team_index::<TEAM_SIMDS>() + matrix_row();
     for m in 0..ROW_TILES {
         for h in 0..2usize {
             let row = own + (16 * m + 8 * h) as u32;
             if row < tile.rows {
-                let start = to.start + row as u64 * to.stride;
-                for i in 0..PAIRS {
-                    for n in 0..2usize {
-                        let c = column + (8 * i + n) as u32;
-                        if COLUMNS == DIM || c < DIM as u32 {
-                            let gradient = state.out[m][i][h][n] * factor;
-                            gradients[start + c as u64] =
-                                element_of::<T>(select(row < sequence.kv_len as u32, gradient, 0.0));
-                        }
-                    }
+                let mut sums = state.out[m];
+                if row >= tile.of.sequence.kv_len as u32 {
+                    sums = [[[0.0; 2]; 2]; PAIRS];
                 }
+                let start = to.start + row as u64 * to.stride;
+                store_row::<T, DIM, COLUMNS, PAIRS, TEAM_SIMDS>(sums, h, factor, start, gradients);
             }
         }
     }

@@ -15,19 +15,18 @@ use super::d_scores::{Modifiers, PairTile, RowTerms, TermMemory, TileProducts, n
 use super::nonfinite::{flag_nonfinite, take_nonfinite};
 use super::params::Backward;
 use super::row_block::{
-    RowSource, block_len, chunk_elements, chunk_loads, clear_padding, fetch_rows, head_of_keys, store_rows,
+    RowSource, block_len, chunk_elements, chunk_loads, clear_padding, fetch_rows, head_of_keys, store_row,
+    store_rows,
 };
 use crate::kernels::attend::Attend;
 use crate::kernels::prefill::block::{block_columns, scratch_len};
 use crate::kernels::prefill::lefts::{Queries, row_lefts, row_start};
-use crate::kernels::prefill::pass::{
-    first_column, keys_of_rows, lane_row, part_index, team_index, tile_of_group,
-};
+use crate::kernels::prefill::pass::{keys_of_rows, lane_row, part_index, team_index, tile_of_group};
 use crate::kernels::prefill::softmax::{pv_block, qk_block, sum_parts};
 use crate::kernels::prefill::stream::clear_first;
 use crate::kernels::query::{Features, KeyRange, RowTile, lse_index, row_bound};
 use crate::kernels::rows::larger;
-use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, element_of, no_keys_yet};
+use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, no_keys_yet};
 use flashtile_kernel::prelude::*;
 
 /// Terms of a lane's rows.
@@ -69,9 +68,9 @@ fn operands_of<T: Element, const PAIRS: usize, const ROW_TILES: usize>(
 
 /// Sums of `d_score` times the distance of the key from the nearest visible one, of a lane's rows.
 #[device]
-pub struct DistanceSums<const ROW_TILES: usize> {
-    /// Of row `16 m + 8 h + r`.
-    pub rows: [[f32; 2]; ROW_TILES],
+struct DistanceSums<const ROW_TILES: usize> {
+    /// `[m][h]` is the sum of row `16 m + 8 h + r`.
+    rows: [[f32; 2]; ROW_TILES],
 }
 
 /// Pairs of a block from key `first` on, of its products.
@@ -115,9 +114,9 @@ fn pairs_of_block<const ROW_TILES: usize, const SCORE_TILES: usize>(
 /// Keys that the rows of a tile see.
 #[device]
 struct TileKeys {
-    /// Of the SIMD group's team.
+    /// Keys that rows of the SIMD group's team see.
     own: KeyRange,
-    /// Of the threadgroup.
+    /// Keys that rows of the threadgroup see.
     all: KeyRange,
 }
 
@@ -190,21 +189,18 @@ fn store_d_q<
     backward: &Backward,
     d_q: &mut Buffer<QElement>,
 ) {
-    let first = first_column::<K_COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
     for m in 0..ROW_TILES {
         for h in 0..2usize {
             let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
                 let start = row_start(tile, params, backward.d_q, row);
-                for i in 0..K_PAIRS {
-                    for n in 0..2usize {
-                        let c = first + (8 * i + n) as u32;
-                        if K_COLUMNS == HEAD_DIM || c < HEAD_DIM as u32 {
-                            let gradient = state.out[m][i][h][n] * backward.scale;
-                            d_q[start + c as u64] = element_of::<QElement>(gradient);
-                        }
-                    }
-                }
+                store_row::<QElement, HEAD_DIM, K_COLUMNS, K_PAIRS, TEAM_SIMDS>(
+                    state.out[m],
+                    h,
+                    backward.scale,
+                    start,
+                    d_q,
+                );
             }
         }
     }

@@ -4,7 +4,7 @@
 //! [`matrix_pair`]: as results of a product, and as left operands of the next.
 
 use crate::kernels::attend::Attend;
-use crate::kernels::query::RowBound;
+use crate::kernels::query::{RowBound, unseeing_row};
 use crate::kernels::score::LOG2E;
 use crate::kernels::tile::{BiasMemory, Scoring, biased, masked};
 use flashtile_kernel::prelude::*;
@@ -34,9 +34,7 @@ pub struct TermMemory<'a> {
 /// The terms of a row that sees no key.
 #[device]
 pub fn no_terms() -> RowTerms {
-    let bound =
-        RowBound { begin: 0, end: 0, position: 0, slope: 0.0, result: 0, shift: 0.0, mask: 0, tree: 0 };
-    let terms = RowTerms { bound, neg_lse: 0.0, delta: 0.0 };
+    let terms = RowTerms { bound: unseeing_row(), neg_lse: 0.0, delta: 0.0 };
     terms
 }
 

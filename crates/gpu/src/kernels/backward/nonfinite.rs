@@ -2,6 +2,7 @@
 //! or NaN is NaN.
 
 use crate::kernels::prefill::block::ROW_PADDING;
+use crate::kernels::prefill::nonfinite::clear_nonfinite;
 use crate::kernels::prefill::pass::first_column;
 use crate::kernels::tile::{Accumulator, weighed};
 use flashtile_kernel::prelude::*;
@@ -87,11 +88,6 @@ pub fn take_nonfinite<
 ) {
     add_nonfinite::<T, COLUMNS, PAIRS, ROW_TILES, SCORE_TILES, TEAM_SIMDS>(state, factors, seen, block, rows);
     barrier();
-    for at in (thread_index()..(8 * SCORE_TILES * COLUMNS) as u32).step_by(32 * SIMD_GROUPS) {
-        let element = at / COLUMNS as u32 * (COLUMNS + ROW_PADDING) as u32 + at % COLUMNS as u32;
-        if !block[element].to_f32().is_finite() {
-            block[element] = T::from_f32(0.0);
-        }
-    }
+    clear_nonfinite::<T, COLUMNS, SCORE_TILES, SIMD_GROUPS>(block);
     barrier();
 }

@@ -4,7 +4,9 @@
 //! zeros.
 
 use crate::kernels::prefill::block::ROW_PADDING;
+use crate::kernels::prefill::pass::first_column;
 use crate::kernels::query::RowTile;
+use crate::kernels::tile::element_of;
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
 
@@ -177,6 +179,33 @@ pub fn clear_padding<
         let count = (COLUMNS - DIM) as u32;
         for at in (thread_index()..16 * TILES as u32 * count).step_by(32 * SIMD_GROUPS) {
             block[at / count * (COLUMNS + ROW_PADDING) as u32 + DIM as u32 + at % count] = T::from_f32(0.0);
+        }
+    }
+}
+
+/// Writes row `h` of a lane's part of a tile of gradients, times `factor`, from element `start` on.
+#[device]
+#[inline(always)]
+pub fn store_row<
+    T: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const PAIRS: usize,
+    const TEAM_SIMDS: usize,
+>(
+    sums: [[[f32; 2]; 2]; PAIRS],
+    h: usize,
+    factor: f32,
+    start: u64,
+    gradients: &mut Buffer<T>,
+) {
+    let first = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for i in 0..PAIRS {
+        for n in 0..2usize {
+            let c = first + (8 * i + n) as u32;
+            if COLUMNS == DIM || c < DIM as u32 {
+                gradients[start + c as u64] = element_of::<T>(sums[i][h][n] * factor);
+            }
         }
     }
 }

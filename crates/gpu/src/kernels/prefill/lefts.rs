@@ -50,6 +50,36 @@ fn no_queries<KOperand: Element, const K_PAIRS: usize, const ROW_TILES: usize>(
     none
 }
 
+/// A lane's pairs of the columns of its SIMD group, of the row from element `start` on, times `sign`; zeros beyond the row.
+#[device]
+#[inline(always)]
+pub fn lefts_of_row<
+    T: Element,
+    Operand: Element,
+    const DIM: usize,
+    const COLUMNS: usize,
+    const PAIRS: usize,
+    const TEAM_SIMDS: usize,
+>(
+    memory: &Buffer<T>,
+    start: u64,
+    sign: f32,
+) -> [Left<Operand>; PAIRS] {
+    let mut lefts = [left_from::<Operand>(0.0, 0.0); PAIRS];
+    let first = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
+    for i in 0..PAIRS {
+        let c = first + 8 * i as u32;
+        let mut pair = [0.0; 2];
+        for n in 0..2usize {
+            if COLUMNS == DIM || c + (n as u32) < DIM as u32 {
+                pair[n] = memory[start + (c + n as u32) as u64].to_f32() * sign;
+            }
+        }
+        lefts[i] = left_from::<Operand>(pair[0], pair[1]);
+    }
+    lefts
+}
+
 /// Left operands of rows as they are in memory, times `sign`; rows beyond the last are zeros.
 #[device]
 pub fn row_lefts<
@@ -68,21 +98,15 @@ pub fn row_lefts<
     sign: f32,
 ) -> [[[Left<Operand>; 2]; PAIRS]; ROW_TILES] {
     let mut lefts = [[[left_from::<Operand>(0.0, 0.0); 2]; PAIRS]; ROW_TILES];
-    let first = first_column::<COLUMNS, TEAM_SIMDS>() + 2 * matrix_pair();
     for m in 0..ROW_TILES {
         for h in 0..2usize {
             let row = lane_row::<ROW_TILES, TEAM_SIMDS>(tile, m, h);
             if row < tile.rows {
                 let start = row_start(tile, params, strides, row);
+                let row_lefts =
+                    lefts_of_row::<T, Operand, DIM, COLUMNS, PAIRS, TEAM_SIMDS>(memory, start, sign);
                 for i in 0..PAIRS {
-                    let c = first + 8 * i as u32;
-                    let mut pair = [0.0; 2];
-                    for n in 0..2usize {
-                        if COLUMNS == DIM || c + (n as u32) < DIM as u32 {
-                            pair[n] = memory[start + (c + n as u32) as u64].to_f32() * sign;
-                        }
-                    }
-                    lefts[m][i][h] = left_from::<Operand>(pair[0], pair[1]);
+                    lefts[m][i][h] = row_lefts[i];
                 }
             }
         }

@@ -50,6 +50,24 @@ fn add_nonfinite<
     }
 }
 
+/// Replaces the elements of a block of `8 SCORE_TILES` rows that are not finite by zeros. By all threads of the threadgroup.
+#[device]
+pub fn clear_nonfinite<
+    T: Element,
+    const COLUMNS: usize,
+    const SCORE_TILES: usize,
+    const SIMD_GROUPS: usize,
+>(
+    block: &mut Shared<T>,
+) {
+    for at in (thread_index()..(8 * SCORE_TILES * COLUMNS) as u32).step_by(32 * SIMD_GROUPS) {
+        let element = at / COLUMNS as u32 * (COLUMNS + ROW_PADDING) as u32 + at % COLUMNS as u32;
+        if !block[element].to_f32().is_finite() {
+            block[element] = T::from_f32(0.0);
+        }
+    }
+}
+
 /// Adds `p v` of the values of a block that are not finite, and replaces them by zeros. By all threads of the threadgroup.
 #[device]
 fn take_nonfinite<
@@ -71,12 +89,7 @@ fn take_nonfinite<
         state, probs, values, block, params,
     );
     barrier();
-    for at in (thread_index()..(8 * SCORE_TILES * V_COLUMNS) as u32).step_by(32 * SIMD_GROUPS) {
-        let element = at / V_COLUMNS as u32 * (V_COLUMNS + ROW_PADDING) as u32 + at % V_COLUMNS as u32;
-        if !values[element].to_f32().is_finite() {
-            values[element] = VOperand::from_f32(0.0);
-        }
-    }
+    clear_nonfinite::<VOperand, V_COLUMNS, SCORE_TILES, SIMD_GROUPS>(values);
     barrier();
 }
 

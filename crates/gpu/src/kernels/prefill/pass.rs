@@ -3,7 +3,7 @@
 use crate::kernels::attend::Attend;
 use crate::kernels::kv::{KvHead, kv_head};
 use crate::kernels::query::{
-    Features, KeyRange, RowBound, RowTile, row_bound, row_tile, unseeing_row, visible_keys,
+    Features, KeyRange, RowBound, RowTile, first_own_key, row_bound, row_tile, unseeing_row, visible_keys,
 };
 use crate::kernels::rows::Levels;
 use crate::kernels::tile::BiasMemory;
@@ -41,13 +41,7 @@ pub fn tile_of_group(sequences: &Buffer<i32>, params: &Attend, size: u32) -> Row
 /// The keys that rows `first` to `end` of a tile see. Both bounds of the keys of a row grow with the row.
 #[device]
 pub fn keys_of_rows(tile: RowTile, first: u32, end: u32, params: &Attend, has: Features) -> KeyRange {
-    let mut keys = KeyRange {
-        low: 0,
-        high: 0,
-        full_low: i32::MAX,
-        full_high: 0,
-        tree: tile.sequence.kv_len - tile.sequence.q_len as i32,
-    };
+    let mut keys = KeyRange { low: 0, high: 0, full_low: i32::MAX, full_high: 0, tree: first_own_key(tile) };
     if first < end {
         let of_first = visible_keys(tile, first, params);
         let of_last = visible_keys(tile, end - 1, params);
