@@ -4,7 +4,7 @@ use crate::error::Result;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions, Unsupported};
+use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
 use std::fmt;
 use std::time::Instant;
@@ -54,6 +54,18 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.facts().plan(problem, options)
     }
 
+    /// Plans the backward pass of a problem.
+    ///
+    /// # Errors
+    /// [`Unsupported`] where the backend has no backward kernels, or none for the problem.
+    fn plan_backward(
+        &self,
+        problem: &Problem,
+        options: PlanOptions,
+    ) -> std::result::Result<AnyBackwardPlan, Unsupported> {
+        self.facts().plan_backward(problem, options)
+    }
+
     /// Compiles and loads the kernels of a plan, which its first run would do otherwise. Does nothing where kernels are part of the program.
     ///
     /// # Errors
@@ -82,6 +94,22 @@ pub trait Backend: fmt::Debug + Send + Sync {
         outputs: &Outputs<'_>,
     ) -> Result<Box<dyn TimedRun + 't>>;
 
+    /// The backward pass of a plan's problem with its tensors where the kernels read them, to be measured.
+    ///
+    /// # Errors
+    /// [`Error::Run`](crate::Error::Run) where the tensors do not fit the plan's problem, or the plan is another backend's; the errors of the
+    /// device.
+    fn timed_backward<'t>(
+        &'t self,
+        plan: &'t AnyBackwardPlan,
+        inputs: &BackwardInputs<'t>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Box<dyn TimedBackward + 't>> {
+        let _ = gradients;
+        let session = self.session(PlanOptions::default())?;
+        Ok(Box::new(SessionBackward { session, desc: plan.problem().desc(), inputs: *inputs }))
+    }
+
     /// Number of copies of inputs of `bytes` bytes that exceed the caches together: as many should be passed to [`Backend::timed`].
     fn cold_copies(&self, bytes: f64) -> usize {
         let _ = bytes;
@@ -91,6 +119,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The unit that computes the products of a plan. `None` for backends whose time is not compared with the hardware, and for plans of
     /// other backends.
     fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
+        let _ = plan;
+        None
+    }
+
+    /// The unit that computes the products of a backward plan, as [`Backend::unit`].
+    fn backward_unit(&self, plan: &AnyBackwardPlan) -> Option<Unit> {
         let _ = plan;
         None
     }
@@ -203,6 +237,50 @@ pub trait TimedRun {
     fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
         self.launch(outputs)?;
         self.download(outputs)
+    }
+}
+
+/// A backward pass with its tensors, to be run again and again. Gradients are of the shapes and lists that [`Backend::timed_backward`] was
+/// given.
+pub trait TimedBackward {
+    /// Runs once. Where the backend computes in host memory, the results are in `gradients` then; elsewhere [`TimedBackward::download`]
+    /// copies them.
+    ///
+    /// # Errors
+    /// The errors of the run.
+    fn launch(&mut self, gradients: &mut Gradients<'_>) -> Result<()>;
+
+    /// Seconds of one run by the clock of the device, without copies between host and device. Results are where
+    /// [`TimedBackward::launch`] leaves them.
+    ///
+    /// # Errors
+    /// The errors of the run.
+    fn seconds(&mut self, gradients: &mut Gradients<'_>) -> Result<f64> {
+        let started = Instant::now();
+        self.launch(gradients)?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    /// Copies the results of the last run to `gradients`, unless they are there.
+    ///
+    /// # Errors
+    /// The errors of the copy and of the run.
+    fn download(&mut self, gradients: &mut Gradients<'_>) -> Result<()> {
+        let _ = gradients;
+        Ok(())
+    }
+}
+
+/// The backward pass of a session over tensors of the host.
+struct SessionBackward<'t> {
+    session: Box<dyn HostSession>,
+    desc: &'t ProblemDesc,
+    inputs: BackwardInputs<'t>,
+}
+
+impl TimedBackward for SessionBackward<'_> {
+    fn launch(&mut self, gradients: &mut Gradients<'_>) -> Result<()> {
+        self.session.backward(self.desc, &self.inputs, gradients)
     }
 }
 

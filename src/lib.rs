@@ -16,7 +16,7 @@ mod runner;
 mod step;
 
 pub use attention::{Attention, SequencesRef, attention, attention_backward, attention_probs, attention_vec};
-pub use backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+pub use backend::{Backend, HostSession, Limit, Rate, TimedBackward, TimedRun, Unit};
 pub use backend_name::BackendName;
 pub use choice::Choice;
 pub use error::{BackendNameError, Error, Result};
@@ -39,7 +39,7 @@ pub use flashtile_core::gradients::{BackwardInputs, Gradients};
 pub use flashtile_core::half;
 pub use flashtile_core::inputs::{Inputs, KeptInputs, KeptPages, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
-pub use flashtile_core::plan::{AnyPlan, KernelChoice, PlanOptions, Unsupported};
+pub use flashtile_core::plan::{AnyBackwardPlan, AnyPlan, KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
     Dims, HeadShape, KvStorage, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences,
     SharedPrefix, Visibility,
@@ -116,8 +116,8 @@ pub mod plan {
     pub use crate::presence::Presence;
     pub use flashtile_core::isa::Isa;
     pub use flashtile_core::plan::{
-        AnyFacts, AnyPlan, Explanation, Facts, Field, Fields, KernelChoice, Plan, PlanOptions, Rates,
-        TileSize, Unsupported,
+        AnyBackwardPlan, AnyFacts, AnyPlan, BackwardPlan, Explanation, Facts, Field, Fields, KernelChoice,
+        Plan, PlanOptions, Rates, TileSize, Unsupported,
     };
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
     #[cfg(feature = "cuda")]

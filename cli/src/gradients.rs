@@ -1,7 +1,7 @@
 //! The backward pass of `flashtile run --grad`: the gradients that it reads, those that it writes, and expected ones.
 
 use crate::answers::{fitting, floats, logical};
-use crate::backward::BackwardPlan;
+use crate::backward;
 use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
 use crate::input::Archive;
@@ -12,11 +12,10 @@ use crate::report;
 use crate::timing::Timing;
 use flashtile::gradients::bias_shape;
 use flashtile::quality::{Report, compare_within};
-use flashtile::{AnyPlan, Backend, BackwardInputs, Dtype, Gradients, TensorViewMut};
+use flashtile::{AnyBackwardPlan, AnyPlan, Backend, BackwardInputs, Dtype, Gradients, TensorViewMut};
 use flashtile_bench::elements::{NonFinite, non_finite};
 use safetensors::tensor::{Dtype as StoredDtype, TensorView as StoredView};
 use serde_json::{Value, json};
-use std::time::Instant;
 
 /// Gradients of the results: what a backward pass reads beside the operands.
 pub(crate) struct Upstream<'a> {
@@ -100,7 +99,7 @@ impl Gradient {
 
 /// A backward pass that ran.
 pub(crate) struct Backward {
-    plan: BackwardPlan,
+    plan: AnyBackwardPlan,
     timing: Timing,
     order: Order,
     /// Gradients of q, k and v.
@@ -123,7 +122,7 @@ pub(crate) struct BackwardJob<'a> {
 
 impl Backward {
     /// Runs and times a backward pass.
-    pub(crate) fn run(plan: BackwardPlan, job: &BackwardJob<'_>) -> Result<Self> {
+    pub(crate) fn run(plan: AnyBackwardPlan, job: &BackwardJob<'_>) -> Result<Self> {
         let BackwardJob { backend, forward, operands, upstream, out, lse } = *job;
         let (order, dims) = (operands.order, operands.problem.dims());
         let inputs = BackwardInputs {
@@ -158,14 +157,11 @@ impl Backward {
             lists.each_mut().map(|list| list.as_mut().map(|of| of.buffer.floats_mut()));
         (gradients.d_sinks, gradients.d_bias, gradients.d_alibi_slopes) = (d_sinks, d_bias, d_alibi_slopes);
 
-        let mut session = backend.session(forward.options())?;
-        let mut run = || {
-            let started = Instant::now();
-            session.backward(operands.problem.desc(), &inputs, &mut gradients)?;
-            Ok(started.elapsed().as_secs_f64())
-        };
-        let (unit, work) = (plan.unit(backend, forward), plan.work(forward));
-        let timing = Timing::measure(backend, unit, work, &mut run)?;
+        let mut run = backend.timed_backward(&plan, &inputs, &gradients)?;
+        let (unit, work) = (backend.backward_unit(&plan), backward::work(forward));
+        let timing = Timing::measure(backend, unit, work, || Ok(run.seconds(&mut gradients)?))?;
+        run.download(&mut gradients)?;
+        drop(run);
         Ok(Self { plan, timing, order, tensors, lists })
     }
 
@@ -211,7 +207,7 @@ impl Backward {
     }
 
     pub(crate) fn json(&self) -> Value {
-        let mut json = self.plan.json();
+        let mut json = backward::json(&self.plan);
         let non_finite = self.non_finite().into_iter().map(|(name, found)| {
             let infinite = found.positive + found.negative;
             (name.to_owned(), json!({"nan": found.nan, "infinite": infinite}))

@@ -1,6 +1,6 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
-use crate::backward::BackwardPlan;
+use crate::backward;
 use crate::cached::Stored;
 use crate::device::{self, Known};
 use crate::failure::{Failure, Result};
@@ -18,8 +18,8 @@ use crate::select::{planned, select, unplanned};
 use clap::Args;
 use flashtile::plan::Field;
 use flashtile::{
-    AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc, SeqLens, Sequences,
-    SharedPrefix,
+    AnyBackwardPlan, AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc,
+    SeqLens, Sequences, SharedPrefix,
 };
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub(crate) struct PlanArgs {
     /// Number of splits of the keys for parallel work, each at least one block of keys
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
-    /// Also plan the backward pass, which the backends cpu and reference have
+    /// Also plan the backward pass
     #[arg(long)]
     pub(crate) grad: bool,
     /// Sequence whose tiles to draw, counted from 0
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         };
         let options = machine::options(args.splits, args.kernels.choice);
         let Target { device, reason, plan } = Target::new(args, &problem, options)?;
-        let backward = args.grad.then(|| BackwardPlan::new("--grad", &plan)).transpose()?;
+        let backward = args.grad.then(|| backward::plan("--grad", &plan)).transpose()?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = report::counted(problem.sequences().len(), "sequence");
             let what = format_args!(
@@ -296,7 +296,7 @@ struct Shown<'a> {
     reason: &'a str,
     plan: &'a AnyPlan,
     /// The plan of the backward pass, if it was asked for.
-    backward: Option<&'a BackwardPlan>,
+    backward: Option<&'a AnyBackwardPlan>,
     order: Order,
     /// The codecs of a cache; `None` if attention reads the tensors directly.
     stored: Option<Stored>,
@@ -348,7 +348,7 @@ impl Shown<'_> {
             explained.lines.into_iter().partition(|(name, _)| *name == "prefix");
         let lines =
             lines.into_iter().chain([machine]).chain(middle).chain(ends).chain([estimate]).chain(prefixes);
-        let backward = self.backward.map(|backward| ("backward", backward.words()));
+        let backward = self.backward.map(|plan| ("backward", backward::words(plan)));
         report::facts(&lines.chain(backward).collect::<Vec<_>>())
     }
 
@@ -378,7 +378,7 @@ impl Shown<'_> {
             "estimated_seconds": estimate.seconds,
             "estimated_overhead_seconds": estimate.overhead,
             "visible_fraction": visible_fraction(problem),
-            "backward": self.backward.map(BackwardPlan::json),
+            "backward": self.backward.map(backward::json),
             "tiles": drawn.map(|(sequence, counts)| json!({
                 "sequence": sequence,
                 "skip": counts.skip,
@@ -394,7 +394,7 @@ impl Shown<'_> {
 }
 
 /// Fields of a plan as JSON.
-fn object(fields: &[(&'static str, Field)]) -> Value {
+pub(crate) fn object(fields: &[(&'static str, Field)]) -> Value {
     let value = |(name, field): &(&'static str, Field)| ((*name).to_owned(), value(field));
     Value::Object(fields.iter().map(value).collect())
 }

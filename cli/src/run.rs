@@ -1,7 +1,7 @@
 //! `flashtile run`: attention over the tensors of a file.
 
 use crate::answers::{Answers, Compared, Computed};
-use crate::backward::BackwardPlan;
+use crate::backward;
 use crate::buffer::Buffer;
 use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
@@ -72,8 +72,7 @@ OUT is written in any case. No limit applies if --dtype or a codec rounds q, k o
 
 With --grad also computes the gradients of the loss, and writes d_q, d_k and d_v (dtype and layout of
 q, k and v) and, where IN has those inputs, d_sinks, d_bias (of an additive mask, in its shape) and
-d_alibi_slopes (F32). The backends cpu and reference have a backward pass, and auto takes the cpu;
-caches have no gradients. The report has the error of each gradient that IN has too, without a limit.
+d_alibi_slopes (F32). Caches have no gradients. The report has the error of each gradient that IN has too, without a limit.
 
 Tensors with unknown names are noted and not read, or refused with --strict; names that look
 misspelt are refused.";
@@ -221,7 +220,7 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let choice = select(args.backend, args.cpu, args.grad, job.problem, options)?;
     let plan = planned(&choice, args.backend, job.problem).map_err(refuse)?;
     // A problem without a backward pass is refused before the forward pass takes its time.
-    let backward = upstream.as_ref().map(|_| BackwardPlan::new("--grad", &plan)).transpose()?;
+    let backward = upstream.as_ref().map(|_| backward::plan("--grad", &plan)).transpose()?;
     let mut done = timed(choice, plan, &job, results, &progress).map_err(refuse)?;
     if let (Some(plan), Some(upstream)) = (backward, &upstream) {
         progress.set_message(plan.kernel().to_owned());

@@ -7,7 +7,7 @@ use flashtile::{AnyPlan, BackendName, Choice, PlanOptions, Problem, Unsupported}
 use std::sync::Arc;
 
 /// Selects the backend that is asked for, and plans. The library chooses for auto, unless options restrict the cpu, or ask for gradients
-/// (`grad`), for which no other backend has kernels.
+/// (`grad`) that its choice does not plan.
 pub(crate) fn select(
     asked: BackendName,
     cpu: CpuArgs,
@@ -20,9 +20,13 @@ pub(crate) fn select(
     if !(asked.is_auto() || name == "cpu" || given.is_empty()) {
         return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
     }
-    given.extend((asked.is_auto() && grad).then_some("--grad"));
     if given.is_empty() && name != "cpu" {
-        return Ok(asked.choose(problem, options)?);
+        let choice = asked.choose(problem, options)?;
+        let lacks_gradients = || choice.backend.plan_backward(problem, options).is_err();
+        if !(asked.is_auto() && grad && lacks_gradients()) {
+            return Ok(choice);
+        }
+        given.push("--grad");
     }
     let verb = if given.len() == 1 { "asks" } else { "ask" };
     let reason = match asked.is_auto() {

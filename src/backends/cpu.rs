@@ -1,17 +1,17 @@
 //! The processor.
 
-use super::own_plan::{first, plan_of};
-use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+use super::own_plan::{backward_plan_of, first, plan_of};
+use crate::backend::{Backend, HostSession, Limit, Rate, TimedBackward, TimedRun, Unit};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
-use flashtile_core::gradients::{BackwardInputs, Gradients};
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::isa::Isa;
-use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
+use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions};
 use flashtile_core::problem::ProblemDesc;
 use flashtile_cpu::cpu::Cpu;
 use flashtile_cpu::limits;
-use flashtile_cpu::plan::{CpuPlan, machines};
+use flashtile_cpu::plan::{CpuBackwardPlan, CpuPlan, machines};
 use flashtile_cpu::workspace::Workspace;
 use std::sync::Arc;
 
@@ -65,10 +65,25 @@ impl Backend for Cpu {
         (2 * self.facts().l3).div_ceil((bytes as usize).max(1)).clamp(1, MAX_COPIES)
     }
 
+    fn timed_backward<'t>(
+        &'t self,
+        plan: &'t AnyBackwardPlan,
+        inputs: &BackwardInputs<'t>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Box<dyn TimedBackward + 't>> {
+        let plan: &CpuBackwardPlan = backward_plan_of(plan)?;
+        gradients::check(plan.problem(), inputs, gradients)?;
+        Ok(Box::new(CpuBackward { cpu: self, plan, inputs: *inputs, workspace: plan.try_workspace()? }))
+    }
+
     fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
         let plan: &CpuPlan = plan.of()?;
-        let name = plan.isa().name().to_owned();
-        Some(Unit { name, threads: Some(plan.threads()), dtype: None, max_intensity: 64.0 })
+        Some(unit(plan.isa(), plan.threads()))
+    }
+
+    fn backward_unit(&self, plan: &AnyBackwardPlan) -> Option<Unit> {
+        let plan: &CpuBackwardPlan = plan.of()?;
+        Some(unit(plan.isa(), plan.threads()))
     }
 
     fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
@@ -82,6 +97,11 @@ impl Backend for Cpu {
             Rate::Bandwidth => Limit { per_second: limits::read_bandwidth(threads), by: "read" },
         })
     }
+}
+
+/// The unit of an instruction set.
+fn unit(isa: Isa, threads: usize) -> Unit {
+    Unit { name: isa.name().to_owned(), threads: Some(threads), dtype: None, max_intensity: 64.0 }
 }
 
 impl HostSession for Runner {
@@ -115,5 +135,19 @@ impl TimedRun for CpuRun<'_> {
         self.cpu.run(self.plan, inputs, outputs, &mut self.workspace).map_err(Error::Run)?;
         self.next = (self.next + 1) % self.inputs.len();
         Ok(())
+    }
+}
+
+/// A backward plan with its workspace.
+struct CpuBackward<'t> {
+    cpu: &'t Cpu,
+    plan: &'t CpuBackwardPlan,
+    inputs: BackwardInputs<'t>,
+    workspace: Workspace,
+}
+
+impl TimedBackward for CpuBackward<'_> {
+    fn launch(&mut self, gradients: &mut Gradients<'_>) -> Result<()> {
+        self.cpu.run_backward(self.plan, &self.inputs, gradients, &mut self.workspace).map_err(Error::Run)
     }
 }

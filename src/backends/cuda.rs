@@ -1,17 +1,22 @@
 //! CUDA devices.
 
 use super::gpu::{GpuAttention, host_seconds};
-use super::own_plan::{first, plan_of};
-use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+use super::own_plan::{backward_plan_of, first, plan_of};
+use crate::backend::{Backend, HostSession, Limit, Rate, TimedBackward, TimedRun, Unit};
 use crate::error::{Error, Result};
 use crate::presence::{Candidate, Presence};
 use crate::step::{CurrentRunner, StepLayer, StepRunner};
 use flashtile_core::dtype::Dtype;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
+use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions};
+use flashtile_core::problem::Problem;
 use flashtile_cuda::limits::{self, ProductUnit};
 use flashtile_cuda::plan::{CudaPlan, machines};
-use flashtile_cuda::{Cuda, CudaError, CudaStore, Gpu, GpuOutputs, GpuTensor, Memory, with_session};
+use flashtile_cuda::{
+    Cuda, CudaError, CudaStore, Gpu, GpuOutputs, GpuTensor, Memory, TimedBackwardRun, with_session,
+};
+use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use std::sync::Arc;
 
 pub(crate) fn count() -> Result<usize> {
@@ -104,11 +109,24 @@ impl Backend for Cuda {
         Ok(Box::new(flashtile_cuda::TimedRun::new(self, plan_of(plan)?, inputs, outputs)?))
     }
 
+    fn timed_backward<'t>(
+        &'t self,
+        plan: &'t AnyBackwardPlan,
+        inputs: &BackwardInputs<'t>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Box<dyn TimedBackward + 't>> {
+        let plan: &GpuBackwardPlan = backward_plan_of(plan)?;
+        Ok(Box::new(TimedBackwardRun::backward(self, plan.portable(), inputs, gradients)?))
+    }
+
     fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
         plan.of::<CudaPlan>()?;
-        let name = self.name().to_owned();
-        let dtype = Some(plan.problem().dtype());
-        Some(Unit { name, threads: None, dtype, max_intensity: 1000.0 })
+        Some(unit(self, plan.problem()))
+    }
+
+    fn backward_unit(&self, plan: &AnyBackwardPlan) -> Option<Unit> {
+        plan.of::<GpuBackwardPlan>()?;
+        Some(unit(self, plan.problem()))
     }
 
     fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
@@ -125,6 +143,26 @@ impl Backend for Cuda {
             }
             Rate::Bandwidth => Limit { per_second: limits::read_bandwidth(self)?, by: "read" },
         })
+    }
+}
+
+/// The device as the unit of a problem's products.
+fn unit(cuda: &Cuda, problem: &Problem) -> Unit {
+    let (name, dtype) = (cuda.name().to_owned(), Some(problem.dtype()));
+    Unit { name, threads: None, dtype, max_intensity: 1000.0 }
+}
+
+impl TimedBackward for TimedBackwardRun {
+    fn launch(&mut self, _: &mut Gradients<'_>) -> Result<()> {
+        Ok(self.launch()?)
+    }
+
+    fn seconds(&mut self, _: &mut Gradients<'_>) -> Result<f64> {
+        Ok(self.seconds()?)
+    }
+
+    fn download(&mut self, gradients: &mut Gradients<'_>) -> Result<()> {
+        Ok(Self::download(self, gradients)?)
     }
 }
 

@@ -30,15 +30,20 @@ mod elsewhere {
 
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod on_apple {
-    use crate::backend::{Backend, HostSession, Limit, Rate, TimedRun, Unit};
+    use crate::backend::{Backend, HostSession, Limit, Rate, TimedBackward, TimedRun, Unit};
     use crate::backends::gpu::host_seconds;
-    use crate::backends::own_plan::{first, plan_of};
+    use crate::backends::own_plan::{backward_plan_of, first, plan_of};
     use crate::error::{Error, Result};
     use crate::presence::{Candidate, Presence};
     use flashtile_core::dtype::Dtype;
+    use flashtile_core::gradients::{BackwardInputs, Gradients};
     use flashtile_core::inputs::{Inputs, Outputs};
-    use flashtile_core::plan::{AnyFacts, AnyPlan, PlanOptions};
-    use flashtile_metal::{DeviceError, Metal, MetalError, MetalPlan, SessionError, limits};
+    use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions};
+    use flashtile_core::problem::Problem;
+    use flashtile_gpu::backward::planner::GpuBackwardPlan;
+    use flashtile_metal::{
+        DeviceError, Metal, MetalError, MetalPlan, SessionError, TimedBackwardRun, limits,
+    };
     use std::sync::{Arc, OnceLock};
 
     pub(crate) fn open(_: usize) -> Result<Arc<dyn Backend>> {
@@ -103,11 +108,24 @@ mod on_apple {
             Ok(Box::new(flashtile_metal::TimedRun::new(self, plan_of(plan)?, inputs, outputs)?))
         }
 
+        fn timed_backward<'t>(
+            &'t self,
+            plan: &'t AnyBackwardPlan,
+            inputs: &BackwardInputs<'t>,
+            gradients: &Gradients<'_>,
+        ) -> Result<Box<dyn TimedBackward + 't>> {
+            let plan: &GpuBackwardPlan = backward_plan_of(plan)?;
+            Ok(Box::new(TimedBackwardRun::backward(self, plan.portable(), inputs, gradients)?))
+        }
+
         fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
             plan.of::<MetalPlan>()?;
-            let name = self.name().to_owned();
-            let dtype = Some(plan.problem().dtype());
-            Some(Unit { name, threads: None, dtype, max_intensity: 100.0 })
+            Some(unit(self, plan.problem()))
+        }
+
+        fn backward_unit(&self, plan: &AnyBackwardPlan) -> Option<Unit> {
+            plan.of::<GpuBackwardPlan>()?;
+            Some(unit(self, plan.problem()))
         }
 
         fn limit(&self, rate: Rate, unit: &Unit) -> Result<Limit> {
@@ -118,6 +136,26 @@ mod on_apple {
                 }
                 Rate::Bandwidth => Limit { per_second: limits::copy_bandwidth(self)?, by: "copy" },
             })
+        }
+    }
+
+    /// The device as the unit of a problem's products.
+    fn unit(metal: &Metal, problem: &Problem) -> Unit {
+        let (name, dtype) = (metal.name().to_owned(), Some(problem.dtype()));
+        Unit { name, threads: None, dtype, max_intensity: 100.0 }
+    }
+
+    impl TimedBackward for TimedBackwardRun {
+        fn launch(&mut self, _: &mut Gradients<'_>) -> Result<()> {
+            Ok(self.launch()?)
+        }
+
+        fn seconds(&mut self, _: &mut Gradients<'_>) -> Result<f64> {
+            Ok(self.seconds()?)
+        }
+
+        fn download(&mut self, gradients: &mut Gradients<'_>) -> Result<()> {
+            Ok(Self::download(self, gradients)?)
         }
     }
 

@@ -2,11 +2,16 @@
 
 use crate::error::{Error, Result};
 use flashtile_core::inputs::{Inputs, RunError};
-use flashtile_core::plan::{AnyPlan, Plan};
+use flashtile_core::plan::{AnyBackwardPlan, AnyPlan, BackwardPlan, Plan};
 use flashtile_core::problem::Problem;
 
 /// The plan inside, if it is one of this backend's.
 pub(super) fn plan_of<P: Plan>(plan: &AnyPlan) -> Result<&P> {
+    plan.of().ok_or_else(|| Error::Run(RunError::OtherBackend { kernel: plan.kernel() }))
+}
+
+/// The backward plan inside, if it is one of this backend's.
+pub(super) fn backward_plan_of<P: BackwardPlan>(plan: &AnyBackwardPlan) -> Result<&P> {
     plan.of().ok_or_else(|| Error::Run(RunError::OtherBackend { kernel: plan.kernel() }))
 }
 

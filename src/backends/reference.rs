@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::{
-    AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
+    AnyBackwardPlan, AnyFacts, AnyPlan, BackwardPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions,
+    Rates, TileSize, Unsupported,
 };
 use flashtile_core::problem::{Problem, ProblemDesc, Sequence};
 use flashtile_core::quality::Accumulation;
@@ -56,6 +57,32 @@ impl Plan for ReferencePlan {
     }
 }
 
+/// One loop over everything.
+#[derive(Debug, Clone)]
+struct ReferenceBackwardPlan {
+    problem: Problem,
+}
+
+impl fmt::Display for ReferenceBackwardPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} workspace 0", self.kernel())
+    }
+}
+
+impl BackwardPlan for ReferenceBackwardPlan {
+    fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    fn kernel(&self) -> String {
+        kernel_name("reference-backward", &self.problem)
+    }
+
+    fn words(&self) -> String {
+        "a loop over rows and keys".to_owned()
+    }
+}
+
 impl Facts for Reference {
     type Plan = ReferencePlan;
 
@@ -72,6 +99,17 @@ impl Facts for Reference {
         match options.splits {
             Some(got) if got != 1 => Err(Unsupported::Splits { got, max: 1 }),
             _ => Ok(ReferencePlan { problem: problem.clone(), options }),
+        }
+    }
+
+    fn plan_backward(
+        &self,
+        problem: &Problem,
+        _: PlanOptions,
+    ) -> std::result::Result<AnyBackwardPlan, Unsupported> {
+        match problem.no_gradients() {
+            Some(why) => Err(Unsupported::Backward { why }),
+            None => Ok(AnyBackwardPlan::new(ReferenceBackwardPlan { problem: problem.clone() })),
         }
     }
 
@@ -136,9 +174,7 @@ impl HostSession for ReferenceSession {
         gradients: &mut Gradients<'_>,
     ) -> Result<()> {
         let problem = desc.clone().validate()?;
-        if let Some(why) = problem.no_gradients() {
-            return Err(Unsupported::Backward { why }.into());
-        }
+        Facts::plan_backward(&Reference, &problem, self.options)?;
         gradients::check(&problem, inputs, gradients)?;
         let result = reference::backward(&problem, &inputs.forward, &inputs.d_out, inputs.d_lse)?;
         for (tensor, of) in [

@@ -6,12 +6,14 @@ use crate::error::{Error, Result};
 use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::{
-    AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
+    AnyBackwardPlan, AnyFacts, AnyPlan, Explanation, Facts, KernelChoice, Plan, PlanOptions, Rates, TileSize,
+    Unsupported,
 };
 use flashtile_core::problem::{Problem, ProblemDesc, Sequence};
 use flashtile_core::quality::Accumulation;
 use flashtile_gpu::SessionError;
-use flashtile_gpu::engine::PortableEngine;
+use flashtile_gpu::backward::planner::GpuBackwardPlan;
+use flashtile_gpu::engine::{Engine, PortableEngine};
 use flashtile_gpu::plan::Plan as PortablePlan;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::simulator::{DECODE_TILE, find, no_native, session};
@@ -113,6 +115,16 @@ impl Facts for Simulator {
         }
     }
 
+    fn plan_backward(
+        &self,
+        problem: &Problem,
+        options: PlanOptions,
+    ) -> std::result::Result<AnyBackwardPlan, Unsupported> {
+        check_size(problem)?;
+        let plan = session(tiling(options)).engine().plan_backward(problem)?;
+        Ok(AnyBackwardPlan::new(GpuBackwardPlan::of(Self::BACKEND, plan)))
+    }
+
     /// Ten to a hundred thousand scores a second.
     fn rates(&self, plan: &SimulatorPlan) -> Rates {
         let dims = plan.problem.dims();
@@ -181,7 +193,8 @@ impl HostSession for SimulatorSession {
         inputs: &BackwardInputs<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result<()> {
-        check_size(&desc.clone().validate()?)?;
+        // Refuses problems that would take too long.
+        Facts::plan_backward(&Simulator, &desc.clone().validate()?, self.options)?;
         self.session.compute_backward(desc, inputs, gradients).map_err(fault)
     }
 }

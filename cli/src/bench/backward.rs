@@ -3,21 +3,21 @@
 use super::measure::{
     CHECKED_ROWS, Measured, OneRow, Operands, Planned, check, fill, outputs, quartiles, turns, view,
 };
-use crate::backward::BackwardPlan;
+use crate::backward;
 use crate::buffer::{Buffer, load};
 use crate::failure::{Failure, Result};
 use crate::operands::Order;
 use flashtile::quality::Tolerance;
 use flashtile::{
-    Backend, BackwardInputs, Dtype, Gradients, HostSession, Problem, TensorView, TensorViewMut, reference,
+    AnyBackwardPlan, Backend, BackwardInputs, Dtype, Gradients, Problem, TensorView, TensorViewMut,
+    TimedBackward, reference,
 };
 use flashtile_bench::seeded::Rng;
-use std::time::Instant;
 
 /// The limit of a gradient's error, relative to that of the forward pass: one more product of rounded factors.
 const LIMIT: f64 = 2.0;
 
-/// Tensors of a backward pass, in head-major order.
+/// What a backward pass reads, in head-major order.
 struct Subject<'a> {
     problem: &'a Problem,
     operands: Operands,
@@ -25,9 +25,39 @@ struct Subject<'a> {
     /// Results of the forward pass.
     out: Buffer,
     lse: Buffer,
+}
+
+/// Gradients of q, k and v, in head-major order.
+struct Computed<'a> {
+    problem: &'a Problem,
     d_q: Buffer,
     d_k: Buffer,
     d_v: Buffer,
+}
+
+impl<'a> Computed<'a> {
+    fn new(problem: &'a Problem) -> Result<Self> {
+        let dims = problem.dims();
+        let elements = |shape: [usize; 4]| Buffer::elements(problem.dtype(), shape.iter().product());
+        let (d_q, d_k) = (elements(dims.q_shape())?, elements(dims.k_shape())?);
+        Ok(Self { problem, d_q, d_k, d_v: elements(dims.v_shape())? })
+    }
+
+    fn gradients(&mut self) -> Result<Gradients<'_>> {
+        let (dims, dtype) = (self.problem.dims(), self.problem.dtype());
+        Ok(Gradients::new(
+            view_mut(&mut self.d_q, dtype, dims.q_shape())?,
+            view_mut(&mut self.d_k, dtype, dims.k_shape())?,
+            view_mut(&mut self.d_v, dtype, dims.v_shape())?,
+        ))
+    }
+
+    /// Runs once and fetches the results.
+    fn fill(&mut self, run: &mut dyn TimedBackward) -> Result<()> {
+        let mut gradients = self.gradients()?;
+        run.launch(&mut gradients)?;
+        Ok(run.download(&mut gradients)?)
+    }
 }
 
 impl<'a> Subject<'a> {
@@ -42,9 +72,6 @@ impl<'a> Subject<'a> {
             d_out: elements(dims.out_shape())?,
             out: elements(dims.out_shape())?,
             lse: Buffer::elements(Dtype::F32, dims.lse_shape().iter().product())?,
-            d_q: elements(dims.q_shape())?,
-            d_k: elements(dims.k_shape())?,
-            d_v: elements(dims.v_shape())?,
         };
         fill(&mut subject.d_out, dtype, 4);
         let mut out = outputs(problem, &mut subject.out)?;
@@ -54,24 +81,15 @@ impl<'a> Subject<'a> {
         Ok(subject)
     }
 
-    /// Runs once and returns the seconds.
-    fn run(&mut self, session: &mut dyn HostSession) -> Result<f64> {
-        let (problem, dims, dtype) = (self.problem, self.problem.dims(), self.problem.dtype());
-        let inputs = BackwardInputs {
-            forward: self.operands.inputs(problem)?,
+    fn inputs(&self) -> Result<BackwardInputs<'_>> {
+        let (dims, dtype) = (self.problem.dims(), self.problem.dtype());
+        Ok(BackwardInputs {
+            forward: self.operands.inputs(self.problem)?,
             out: view(&self.out, dtype, dims.out_shape())?,
             lse: self.lse.floats(),
             d_out: view(&self.d_out, dtype, dims.out_shape())?,
             d_lse: None,
-        };
-        let mut gradients = Gradients::new(
-            view_mut(&mut self.d_q, dtype, dims.q_shape())?,
-            view_mut(&mut self.d_k, dtype, dims.k_shape())?,
-            view_mut(&mut self.d_v, dtype, dims.v_shape())?,
-        );
-        let started = Instant::now();
-        session.backward(problem.desc(), &inputs, &mut gradients)?;
-        Ok(started.elapsed().as_secs_f64())
+        })
     }
 
     /// Elements of a row of a tensor, counted in rows.
@@ -81,13 +99,13 @@ impl<'a> Subject<'a> {
     }
 
     /// Recomputes a few rows of each gradient by definition. Returns the largest error.
-    fn check(&self, tolerance: &Tolerance) -> Result<f64> {
+    fn check(&self, computed: &Computed<'_>, tolerance: &Tolerance) -> Result<f64> {
         let mut rng = Rng::new(self.problem.dims().kv_len as u64);
         let mut errors = [("d_q", Error::default()), ("d_k", Error::default()), ("d_v", Error::default())];
         let [(_, q), (_, k), (_, v)] = &mut errors;
         for _ in 0..CHECKED_ROWS {
-            self.check_query(&mut rng, q)?;
-            self.check_key(&mut rng, [&mut *k, &mut *v]);
+            self.check_query(computed, &mut rng, q)?;
+            self.check_key(computed, &mut rng, [&mut *k, &mut *v]);
         }
         let limit = LIMIT * tolerance.nrmse;
         let (shape, dtype) = (self.problem.dims().q_shape(), self.problem.dtype());
@@ -102,7 +120,7 @@ impl<'a> Subject<'a> {
     }
 
     /// The gradient of a query, which depends on the keys that it sees alone: that of a problem with one query.
-    fn check_query(&self, rng: &mut Rng, error: &mut Error) -> Result<()> {
+    fn check_query(&self, computed: &Computed<'_>, rng: &mut Rng, error: &mut Error) -> Result<()> {
         let dims = self.problem.dims();
         let at = [rng.below(dims.batch), rng.below(dims.q_heads), rng.below(dims.q_len)];
         let index = (at[0] * dims.q_heads + at[1]) * dims.q_len + at[2];
@@ -111,12 +129,12 @@ impl<'a> Subject<'a> {
             self.row(&self.d_out, index, dims.value_dim).iter().map(|&x| x as f32).collect();
         let d_out = TensorView::bhsd(&d_out, one.problem.dims().out_shape()).map_err(Failure::new)?;
         let want = reference::backward(&one.problem, &one.inputs()?, &d_out, None).map_err(Failure::new)?;
-        error.add(&self.row(&self.d_q, index, dims.head_dim), &want.d_q);
+        error.add(&self.row(&computed.d_q, index, dims.head_dim), &want.d_q);
         Ok(())
     }
 
     /// Gradients of a key and its value: sums over the rows that see it, with the probabilities that logsumexps give.
-    fn check_key(&self, rng: &mut Rng, [k_error, v_error]: [&mut Error; 2]) {
+    fn check_key(&self, computed: &Computed<'_>, rng: &mut Rng, [k_error, v_error]: [&mut Error; 2]) {
         let (problem, dims) = (self.problem, self.problem.dims());
         let s = &problem.sequences()[rng.below(problem.sequences().len())];
         let (kv_head, j) = (rng.below(dims.kv_heads), rng.below(s.kv_len));
@@ -140,8 +158,8 @@ impl<'a> Subject<'a> {
             d_v.iter_mut().zip(&d_out).for_each(|(to, d_out)| *to += p * d_out);
         }
         let at = (s.batch * dims.kv_heads + kv_head) * dims.kv_len + s.kv_start + j;
-        k_error.add(&self.row(&self.d_k, at, dims.head_dim), &d_k);
-        v_error.add(&self.row(&self.d_v, at, dims.value_dim), &d_v);
+        k_error.add(&self.row(&computed.d_k, at, dims.head_dim), &d_k);
+        v_error.add(&self.row(&computed.d_v, at, dims.value_dim), &d_v);
     }
 }
 
@@ -177,27 +195,30 @@ impl Error {
 pub(super) fn measure(
     backend: &dyn Backend,
     planned: &Planned,
-    backward: &BackwardPlan,
+    plan: &AnyBackwardPlan,
     min_time: f64,
 ) -> Result<Measured> {
-    let Planned { row, plan, unit, .. } = planned;
-    let mut subject = Subject::new(backend, planned)?;
-    let mut session = backend.session(plan.options())?;
-    subject.run(&mut *session)?;
+    let Planned { row, plan: forward, unit, .. } = planned;
+    let subject = Subject::new(backend, planned)?;
+    let mut computed = Computed::new(&row.problem)?;
+    let mut run = backend.timed_backward(plan, &subject.inputs()?, &computed.gradients()?)?;
+    computed.fill(&mut *run)?;
     let dims = row.problem.dims();
     // Gradients of keys add up over queries.
     let terms = dims.kv_len.max(dims.q_len * dims.gqa_group());
-    let nrmse = subject.check(&Tolerance::of(row.problem.dtype(), terms, plan.accumulation()))?;
+    let nrmse =
+        subject.check(&computed, &Tolerance::of(row.problem.dtype(), terms, forward.accumulation()))?;
     let mut times = Vec::new();
+    let mut gradients = computed.gradients()?;
     turns(3, min_time, || {
-        times.push(subject.run(&mut *session)?);
+        times.push(run.seconds(&mut gradients)?);
         Ok(())
     })?;
     Ok(Measured {
         row: row.clone(),
-        kernel: backward.kernel().to_owned(),
+        kernel: plan.kernel(),
         unit: unit.clone(),
-        work: backward.work(plan),
+        work: backward::work(forward),
         quartiles: quartiles(&mut times),
         repetitions: times.len(),
         apart: None,
@@ -219,11 +240,11 @@ mod tests {
     use flashtile::{Cpu, PlanOptions};
     use std::sync::Arc;
 
-    fn gradient<'s>(subject: &'s mut Subject<'_>, name: &str) -> &'s mut Buffer {
+    fn gradient<'s>(computed: &'s mut Computed<'_>, name: &str) -> &'s mut Buffer {
         match name {
-            "d_q" => &mut subject.d_q,
-            "d_k" => &mut subject.d_k,
-            _ => &mut subject.d_v,
+            "d_q" => &mut computed.d_q,
+            "d_k" => &mut computed.d_k,
+            _ => &mut computed.d_v,
         }
     }
 
@@ -240,20 +261,23 @@ mod tests {
         let tolerance = Tolerance::of(Dtype::F32, 70, Accumulation::F32);
         for row in rows(&args, Kind::Backward).unwrap() {
             let planned = planner.plan(row).unwrap();
-            let mut subject = Subject::new(&*planner.backend, &planned).unwrap();
-            let mut session = planner.backend.session(planned.plan.options()).unwrap();
-            subject.run(&mut *session).unwrap();
-            assert!(subject.check(&tolerance).unwrap() < 4e-6);
+            let subject = Subject::new(&*planner.backend, &planned).unwrap();
+            let mut computed = Computed::new(&planned.row.problem).unwrap();
+            let (plan, inputs) = (planned.backward.as_ref().unwrap(), subject.inputs().unwrap());
+            let gradients = computed.gradients().unwrap();
+            let mut run = planner.backend.timed_backward(plan, &inputs, &gradients).unwrap();
+            computed.fill(&mut *run).unwrap();
+            assert!(subject.check(&computed, &tolerance).unwrap() < 4e-6);
             for name in ["d_q", "d_k", "d_v"] {
-                gradient(&mut subject, name).floats_mut().iter_mut().for_each(|x| *x *= 1.000_1);
-                let failure = subject.check(&tolerance).unwrap_err().to_string();
+                gradient(&mut computed, name).floats_mut().iter_mut().for_each(|x| *x *= 1.000_1);
+                let failure = subject.check(&computed, &tolerance).unwrap_err().to_string();
                 assert!(
                     failure.starts_with(&format!("wrong {name} for q [1, 4, 70, 16] f32: nrmse ")),
                     "{failure}"
                 );
-                gradient(&mut subject, name).floats_mut().fill(f32::NAN);
-                assert!(subject.check(&tolerance).unwrap_err().to_string().contains("nrmse NaN"));
-                subject.run(&mut *session).unwrap();
+                gradient(&mut computed, name).floats_mut().fill(f32::NAN);
+                assert!(subject.check(&computed, &tolerance).unwrap_err().to_string().contains("nrmse NaN"));
+                computed.fill(&mut *run).unwrap();
             }
         }
     }

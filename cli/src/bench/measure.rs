@@ -3,7 +3,7 @@
 use super::options::CacheKind;
 use super::rows::{Kind, Row};
 use super::tile;
-use crate::backward::BackwardPlan;
+use crate::backward;
 use crate::buffer::{Buffer, load};
 use crate::failure::{Failure, Result};
 use crate::machine::Work;
@@ -14,8 +14,8 @@ use flashtile::plan::CudaTile;
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::reference::{self, Attention};
 use flashtile::{
-    AnyPlan, Backend, BlockTables, Codec, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
-    ProblemDesc, QOffset, TensorView, TensorViewMut, TimedRun, Unit,
+    AnyBackwardPlan, AnyPlan, Backend, BlockTables, Codec, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions,
+    Problem, ProblemDesc, QOffset, TensorView, TensorViewMut, TimedRun, Unit,
 };
 use flashtile_bench::seeded::{Rng, fill_normal};
 use rayon::prelude::*;
@@ -239,7 +239,7 @@ pub(super) struct Planned {
     pub(super) row: Row,
     pub(super) plan: AnyPlan,
     /// The plan of the backward pass, if that is what is measured.
-    pub(super) backward: Option<BackwardPlan>,
+    pub(super) backward: Option<AnyBackwardPlan>,
     /// The plan without shared prefixes, where the first reads them once for all sequences.
     apart: Option<AnyPlan>,
     pub(super) unit: Unit,
@@ -252,10 +252,10 @@ impl Planner {
     /// If there is no plan, or the backend is not compared with the hardware.
     pub(super) fn plan(&self, row: Row) -> Result<Planned> {
         let plan = self.plan_problem(&row.problem)?;
-        let backward = (row.kind == Kind::Backward).then(|| BackwardPlan::new(row.kind.name(), &plan));
+        let backward = (row.kind == Kind::Backward).then(|| backward::plan(row.kind.name(), &plan));
         let backward = backward.transpose()?;
         let unit = match &backward {
-            Some(backward) => backward.unit(&*self.backend, &plan),
+            Some(backward) => self.backend.backward_unit(backward),
             None => self.backend.unit(&plan),
         };
         let unit = unit.ok_or_else(|| {

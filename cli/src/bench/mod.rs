@@ -9,7 +9,6 @@ mod plot;
 mod rows;
 mod tile;
 
-use crate::backward::without;
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Bound, rate_name};
 use crate::options::Kernels;
@@ -44,7 +43,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
             destination.differs_from(other)?;
         }
     }
-    let kinds = kinds(args, &*backend);
+    let kinds = kinds(args);
     let planner = Planner { backend, options: machine::options(None, args.kernels.choice), tile: args.tile };
     let mut planned: Vec<(Kind, Unit, Vec<Planned>)> = Vec::new();
     for &kind in &kinds {
@@ -63,9 +62,6 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         }
     }
     peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows).map(|planned| &planned.row))?;
-    if args.group == Asked::All && !kinds.contains(&Kind::Backward) {
-        report::note(format_args!("note: no backward rows: {}", without(&planner.backend.name())));
-    }
     let bench = Bench {
         planner,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
@@ -103,18 +99,14 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The kinds of rows of a group. Of all groups, a backend without a backward pass has the others.
-fn kinds(args: &BenchArgs, backend: &dyn Backend) -> Vec<Kind> {
-    let mut kinds = match args.group {
+/// The kinds of rows of a group.
+fn kinds(args: &BenchArgs) -> Vec<Kind> {
+    match args.group {
         Asked::Prefill => vec![Kind::Prefill],
         Asked::Decode => vec![Kind::Decode],
         Asked::Backward => vec![Kind::Backward],
         Asked::All => vec![Kind::Prefill, Kind::Decode, Kind::Backward],
-    };
-    if args.group == Asked::All && backend.facts().of::<CpuFacts>().is_none() {
-        kinds.retain(|kind| *kind != Kind::Backward);
     }
-    kinds
 }
 
 /// Opens the backend that --backend names, and refuses options that do not apply to it.

@@ -105,7 +105,7 @@ pub(crate) enum Group {
     Prefill,
     /// One query, many cached keys
     Decode,
-    /// Gradients of q, k and v, with as many queries as keys; the time of the backward pass alone, on the cpu
+    /// Gradients of q, k and v, with as many queries as keys; the time of the backward pass alone
     Backward,
     /// All groups that the backend has
     All,

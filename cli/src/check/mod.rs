@@ -18,7 +18,7 @@ use flashtile_testkit::{
     Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, RunnerOptions, catalogue, conformance,
     quantized, seeded_case,
 };
-use gradients::GradientResult;
+use gradients::{GradientResult, GradientRunner};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,8 +30,8 @@ use std::process::ExitCode;
 /// Every case is compared with the f64 oracle. The table shows the worst errors, relative to the limits of their own
 /// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
 ///
-/// After the cases of the forward pass, cases of the backward pass run on every instruction set of the cpu, named
-/// backward_CASE: the cases without a cache that have at most 40000 scores (batch * query heads * queries * keys).
+/// After the cases of the forward pass, cases of the backward pass run on the same devices, named backward_CASE: the
+/// cases without a cache that have at most 40000 scores (batch * query heads * queries * keys).
 /// Their table shows the largest error of an element, relative to its own limit.
 #[derive(Debug, Args)]
 #[command(
@@ -111,18 +111,18 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
 
 /// Runs the cases. Returns true if one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
-    let (runners, cpus) = (runners(args)?, cpus(args)?);
+    let (runners, gradient_runners) = runners(args)?;
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| &**r as &dyn Runner).collect();
 
     let Cases { forward, backward } = Cases::selected(args)?;
 
-    let progress = progress((forward.len() * runners.len() + backward.len() * cpus.len()) as u64);
-    let mut report = Reported::new(args.json, runners.iter().map(|runner| runner.name()), &cpus);
+    let progress = progress((forward.len() * runners.len() + backward.len() * gradient_runners.len()) as u64);
+    let mut report = Reported::new(args.json, runners.iter().map(|runner| runner.name()), &gradient_runners);
     conformance(&forward, &runners, |result| {
         progress.inc(1);
         report.forward(result);
     });
-    gradients::run(&backward, &cpus, |result| {
+    gradients::run(&backward, &gradient_runners, |result| {
         progress.inc(1);
         report.backward(result);
     });
@@ -141,11 +141,11 @@ struct Reported {
 }
 
 impl Reported {
-    fn new(is_json: bool, runners: impl Iterator<Item = String>, cpus: &[Cpu]) -> Self {
+    fn new(is_json: bool, runners: impl Iterator<Item = String>, gradients: &[GradientRunner]) -> Self {
         let summary = |runner| Summary { runner, ..Summary::default() };
         Self {
             forward: runners.map(summary).collect(),
-            backward: cpus.iter().map(gradients::runner).map(summary).collect(),
+            backward: gradients.iter().map(|of| of.name().to_owned()).map(summary).collect(),
             is_json,
             lines: Vec::new(),
             failures: Vec::new(),
@@ -254,26 +254,29 @@ fn cpus(args: &CheckArgs) -> Result<Vec<Cpu>> {
     isas.into_iter().map(cpu).collect()
 }
 
-/// The backends selected by the options.
-fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
+/// What runs the cases of the forward pass.
+type Runners = Vec<Box<dyn Runner>>;
+
+/// The backends selected by the options, for both passes.
+fn runners(args: &CheckArgs) -> Result<(Runners, Vec<GradientRunner>)> {
     let name = args.backend.backend();
     if args.kernels.choice != Kernels::Auto && name != "cuda" {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
     }
-    let cpus = cpus(args)?.into_iter().map(CpuRunner::new);
-    let mut runners: Vec<Box<dyn Runner>> = cpus.map(|runner| Box::new(runner) as Box<dyn Runner>).collect();
+    let cpus = cpus(args)?;
+    let mut gradients: Vec<GradientRunner> = cpus.iter().copied().map(GradientRunner::cpu).collect();
+    let cpus = cpus.into_iter().map(CpuRunner::new);
+    let mut runners: Runners = cpus.map(|runner| Box::new(runner) as Box<dyn Runner>).collect();
     let others = match args.backend.is_auto() {
         // `flashtile info` says why a device is missing.
         true if args.isa.is_none() => every_device(),
         true => Vec::new(),
-        false => {
-            args.backend.open()?;
-            vec![args.backend]
-        }
+        false => vec![args.backend],
     };
     let plan = machine::options(None, args.kernels.choice);
     let options = RunnerOptions { plan, exact: args.exact_memory, max_scores: MAX_SCORES };
     for other in others.into_iter().filter(|other| other.backend() != "cpu") {
+        let backend = other.open()?;
         match flashtile_testkit::runners(other.backend(), other.device(), &options) {
             Some(found) => runners.extend(found.map_err(Failure::new)?),
             None => {
@@ -281,8 +284,9 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
                 return Err(Failure::at("--backend", what));
             }
         }
+        gradients.push(GradientRunner::device(backend, plan));
     }
-    Ok(runners)
+    Ok((runners, gradients))
 }
 
 /// Every backend of this machine but the simulator, with its first device.
@@ -302,7 +306,7 @@ struct Cases {
 impl Cases {
     fn selected(args: &CheckArgs) -> Result<Self> {
         let all: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
-        let has_gradients = |case: &&Case| has_cpu(args) && gradients::has_gradients(case);
+        let has_gradients = |case: &&Case| gradients::has_gradients(case);
         let backward = all.iter().filter(has_gradients).cloned().collect();
         let mut cases = Self { forward: all, backward };
         cases.filter(&args.filter)?;

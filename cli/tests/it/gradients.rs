@@ -247,12 +247,6 @@ fn what_has_no_gradients_is_refused() {
         tensors.insert(name.into(), tensor);
         Folder::with(&tensors).refuse(&["--grad"], why);
     }
-    for backend in ["cuda", "metal"] {
-        let plan = ["plan", "--grad", "--device", if backend == "cuda" { "h200" } else { "m3-max" }];
-        let why =
-            format!("--grad: the {backend} backend has no backward kernels, expected --backend auto, cpu");
-        assert_refused(&flashtile(plan), &why, backend);
-    }
 }
 
 #[test]
@@ -297,8 +291,19 @@ fn plans_of_the_backward_pass() {
         "{line}"
     );
     assert!(line.contains("8 workers, workspace ") && line.ends_with(" GFLOP"), "{line}");
-    let text = stdout(&flashtile(shape));
-    assert!(text.contains("\nbackend    cpu: --grad asks for it\n"), "{text}");
+    for (device, kernel) in
+        [("h200", "cuda-backward-f32-d64-portable"), ("m3-max", "metal-backward-f32-d64-portable")]
+    {
+        let text = stdout(&flashtile(with(&shape, &["--device", device])));
+        let line = format!("\nbackward   {kernel}: ");
+        assert!(text.contains(&line) && text.contains(" keys for d_q, of "), "{text}");
+    }
+    let native = flashtile(with(&shape, &["--device", "h200", "--kernels", "native"]));
+    assert_refused(
+        &native,
+        "--grad: no backward pass: native kernels were asked for, it has portable ones",
+        "native",
+    );
     let plan: Value =
         serde_json::from_str(&stdout(&flashtile(with(&shape, &["--device", "avx2-8core", "--json"]))))
             .unwrap();
@@ -310,7 +315,11 @@ fn plans_of_the_backward_pass() {
     assert_eq!(backward["flops"].as_f64().unwrap(), 2.5 * plan["flops"].as_f64().unwrap());
     assert!(backward["workspace_bytes"].as_u64().unwrap() > 0, "{plan}");
     let cached = flashtile(["plan", "--cached", "1:64", "--causal", "--grad"]);
-    assert_refused(&cached, "--grad: keys and values in the pages of a cache have no gradients", "--cached");
+    assert_refused(
+        &cached,
+        "--grad: no backward pass: keys and values in the pages of a cache have no gradients",
+        "--cached",
+    );
     let without = stdout(&flashtile(["plan", "--q-len", "30", "--no-tiles"]));
     assert!(!without.contains("backward"), "{without}");
 }
@@ -375,9 +384,7 @@ fn cases_of_the_backward_pass() {
         assert!(row["plan"].as_str().unwrap().starts_with("cpu-backward-"), "{row}");
         assert!(row["gradients"]["d_q"]["of_limit"].as_f64().unwrap() <= 1.0, "{row}");
     }
-    // Caches have no gradients, nor do other backends.
+    // Caches have no gradients.
     let list = run(&["--list"]);
     assert!(list.contains("\nbackward_gqa") && !list.contains("\nbackward_quantized"), "{list}");
-    let other = flashtile(["check", "--list", "--backend", "cuda", "--filter", "backward_gqa"]);
-    assert_refused(&other, "no case has a name with backward_gqa", "cuda");
 }

@@ -42,14 +42,28 @@ fn the_simulator_has_native_code_of_some_problems() {
     folder.refuse(&["--backend", "simulator"], "keys f32 of 80 and values f32 of 80, expected elements");
 }
 
+/// Gradients of every input agree with the CPU's.
 #[test]
-fn the_simulator_has_no_backward_pass() {
-    let shape = [1, 2, 9, 64];
-    let mut tensors = qkv(Dtype::F16, &shape, &shape, &shape);
-    tensors.insert("d_out".into(), Tensor::random(Dtype::F16, &shape, 5));
-    let why =
-        "--grad: the simulator backend has no backward kernels, expected --backend auto, cpu or reference";
-    Folder::with(&tensors).refuse(&["--grad", "--backend", "simulator"], why);
+fn the_simulator_has_the_gradients_of_the_cpu() {
+    for (dtype, dim, limit) in [(Dtype::F32, 64, 5e-6), (Dtype::BF16, 128, 2e-2)] {
+        let mut tensors = qkv(dtype, &[2, 4, 5, dim], &[2, 2, 21, dim], &[2, 2, 21, dim]);
+        tensors.insert("d_out".into(), Tensor::random(dtype, &[2, 4, 5, dim], 5));
+        tensors.insert("d_lse".into(), Tensor::random(Dtype::F32, &[2, 4, 5], 6));
+        tensors.insert("mask".into(), Tensor::random(Dtype::F32, &[1, 4, 5, 21], 7));
+        tensors.insert("alibi_slopes".into(), Tensor::f32(&[4], &[0.5, 0.25, 0.125, -0.01]));
+        tensors.insert("sinks".into(), Tensor::f32(&[4], &[0.0, 1.0, -2.0, 3.0]));
+        tensors.insert("kv_lens".into(), Tensor::i64(&[21, 11]));
+        let folder = Folder::with(&tensors);
+        let all = ["--grad", "--causal", "--q-offset", "bottom-right", "--softcap=2.5"];
+        let run = |backend| folder.run(&[&all[..], &["--backend", backend]].concat());
+        let (got, want) = (run("simulator"), run("cpu"));
+        assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
+        for name in ["d_q", "d_k", "d_v", "d_sinks", "d_bias", "d_alibi_slopes"] {
+            assert_eq!(got[name].shape, want[name].shape, "{name}");
+            let error = nrmse(&got[name].values(), &want[name].values());
+            assert!(error <= limit, "{name} {dtype:?}: {error}");
+        }
+    }
 }
 
 #[test]
@@ -66,6 +80,12 @@ fn the_simulator_is_checked() {
     assert!(of("failed").is_empty() && !of("passed").is_empty(), "{:?}", of("failed"));
     let why = of("skipped").iter().map(|result| result["reason"].to_string()).collect::<String>();
     assert!(why.contains("no native code") && why.contains("scores"), "{why}");
+
+    let filter = "backward_edge_alibi_window_f16,backward_decode_1_group_16_of_16";
+    let gradients = json_lines(&["check", "--backend", "simulator", "--filter", filter, "--json"]);
+    let result = |case: &str| &gradients.iter().find(|result| result["case"] == case).unwrap()["result"];
+    assert_eq!(result("backward_edge_alibi_window_f16"), "passed");
+    assert_eq!(result("backward_decode_1_group_16_of_16"), "skipped");
 
     let text = ok(&["check", "--backend", "simulator", "--filter", "decode_batch_f16,head_dim_8"]);
     let line = " 7 skipped, the simulator has no native code, such as q f32, keys f32 of 8 and";

@@ -64,5 +64,5 @@ pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, Memory, NVRTC_VARIABLE, cu
 pub use flashtile_kernel::{ScalarType, View, ViewMut};
 pub use prepared::Prepared;
 pub use session::{CudaEngine, Session, with_session};
-pub use timed::TimedRun;
+pub use timed::{TimedBackwardRun, TimedRun};
 pub use timer::Timer;

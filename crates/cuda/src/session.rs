@@ -7,7 +7,7 @@ use crate::plan::CudaPlan;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
-use flashtile_gpu::backward::plan::BackwardPlan;
+use flashtile_gpu::backward::plan::PortableBackwardPlan;
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
@@ -117,8 +117,8 @@ impl Engine for CudaEngine {
     }
 
     /// By the portable kernels.
-    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported> {
-        BackwardPlan::new(problem, &self.cuda.facts().into())
+    fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {
+        PortableBackwardPlan::new(problem, &self.cuda.facts().into(), self.options)
     }
 }
 

@@ -7,8 +7,11 @@ use super::error::CudaError;
 use super::session::CudaEngine;
 use super::timer::Timer;
 use crate::plan::CudaPlan;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_gpu::uploaded_run::UploadedRun;
+use flashtile_gpu::backward::plan::PortableBackwardPlan;
+use flashtile_gpu::backward::uploaded_run::UploadedBackwardRun;
+use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use std::sync::Arc;
 
 /// A plan on a stream of its own, with copies of its tensors on the device, to be measured.
@@ -26,11 +29,14 @@ use std::sync::Arc;
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct TimedRun {
+pub struct TimedRun<R = UploadedRun<CudaEngine>> {
     // Dropped before `run`, whose memory it refers to.
     timer: Option<Timer>,
-    run: UploadedRun<CudaEngine>,
+    run: R,
 }
+
+/// A [`TimedRun`] of the backward pass.
+pub type TimedBackwardRun = TimedRun<UploadedBackwardRun<CudaEngine>>;
 
 impl TimedRun {
     /// Copies the inputs to the device, and takes memory there for the outputs.
@@ -62,7 +68,34 @@ impl TimedRun {
     pub fn download(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
         self.run.download(outputs)
     }
+}
 
+impl TimedBackwardRun {
+    /// Copies the inputs to the device, and takes memory there for the gradients.
+    ///
+    /// # Errors
+    /// [`CudaError`] of preparing the plan and of copying.
+    pub fn backward(
+        cuda: &Cuda,
+        plan: &PortableBackwardPlan,
+        inputs: &BackwardInputs<'_>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Self, CudaError> {
+        let run = UploadedBackwardRun::new(cuda.open_session()?, plan.clone(), inputs, gradients)?;
+        Ok(Self { timer: None, run })
+    }
+
+    /// Copies the gradients of the last run to gradients of the shapes that [`TimedBackwardRun::backward`] was given, after it has
+    /// ended.
+    ///
+    /// # Errors
+    /// [`CudaError`] of the run and of copying.
+    pub fn download(&self, gradients: &mut Gradients<'_>) -> Result<(), CudaError> {
+        self.run.download(gradients)
+    }
+}
+
+impl<R: Repeated<Engine = CudaEngine>> TimedRun<R> {
     /// Launches a run.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //! scratch memory of a plan and launches. [`PortableEngine`] has the kernels of this crate; a backend with kernels of its own has an engine
 //! of its own.
 
-use crate::backward::plan::BackwardPlan;
+use crate::backward::plan::PortableBackwardPlan;
 use crate::backward::tile::small_tile;
 use crate::error::SessionError;
 use crate::facts::GpuFacts;
@@ -99,7 +99,7 @@ pub trait Engine {
     ///
     /// # Errors
     /// [`Unsupported`].
-    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported>;
+    fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported>;
 
     /// Returns true if the engine has learned from an error of a run, so that the problem, planned anew, may
     /// run.
@@ -293,12 +293,12 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
         prepared.pages = None;
     }
 
-    fn plan_backward(&self, problem: &Problem) -> Result<BackwardPlan, Unsupported> {
+    fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {
         let plan = match self.planner {
-            Planner::Device(facts, _) => BackwardPlan::new(problem, &facts)?,
+            Planner::Device(facts, options) => PortableBackwardPlan::new(problem, &facts, options)?,
             Planner::Tiling(_) => {
                 let dims = problem.dims();
-                BackwardPlan::with_tile(problem, small_tile(dims.head_dim.max(dims.value_dim)))?
+                PortableBackwardPlan::with_tile(problem, small_tile(dims.head_dim.max(dims.value_dim)))?
             }
         };
         match self.native {

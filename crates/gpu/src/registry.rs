@@ -1,7 +1,9 @@
 //! The kernels, and the instances of them that plans use most.
 
 use crate::codecs::hadamard_order;
+use crate::backward::tile::{BackwardTile, BackwardVariant};
 use crate::encoding;
+use crate::kernels::backward::{d_bias, d_kv, d_q, row_terms, sum_rows};
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, decode, encode, merge, prefill};
@@ -13,7 +15,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
-/// Every kernel of attention, and those that fill, copy and read caches.
+/// Every kernel of attention and of its backward pass, and those that fill, copy and read caches.
 pub static KERNELS: &[&Kernel] = &[
     &decode::decode::KERNEL,
     &merge::merge::KERNEL,
@@ -25,6 +27,11 @@ pub static KERNELS: &[&Kernel] = &[
     &cache::read_elements::KERNEL,
     &hadamard::KERNEL,
     &mask_tiles::KERNEL,
+    &row_terms::row_terms::KERNEL,
+    &d_q::backward_q::KERNEL,
+    &d_kv::backward_kv::KERNEL,
+    &d_bias::backward_bias::KERNEL,
+    &sum_rows::sum_rows::KERNEL,
 ];
 
 /// The instance of a kernel of this library, with the tile that plans take where the kernel has one.
@@ -32,22 +39,7 @@ pub static KERNELS: &[&Kernel] = &[
 /// # Errors
 /// [`VariantError`].
 pub fn instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, VariantError> {
-    let concerns = VariantOption::of(kernel);
-    let dims = [("head_dim", variant.head_dim), ("value_dim", variant.value_dim)];
-    let codecs = [variant.k_codec, variant.v_codec];
-    for (n, (dim, codec)) in [VariantOption::HeadDim, VariantOption::ValueDim]
-        .into_iter()
-        .zip([VariantOption::KCodec, VariantOption::VCodec])
-        .enumerate()
-    {
-        let (name, got) = dims[n];
-        if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
-            return Err(VariantError::Dim { name, got });
-        }
-        if concerns.contains(&codec) && !codecs[n].supports(got) {
-            return Err(VariantError::Codec { codec: codecs[n], got });
-        }
-    }
+    check(variant, kernel)?;
     let made = match kernel.name {
         "decode" => PortableTile::default_decode(variant.k_codec, variant.head_dim).instance(variant),
         "prefill" => PortableTile::default_prefill(variant.head_dim.max(variant.value_dim)).instance(variant),
@@ -68,41 +60,115 @@ pub fn instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, Varia
         "merge" => variant.merge(),
         "hadamard" => hadamard::specialise(&[Generic::Usize(variant.head_dim)]),
         "mask_tiles" => mask_tiles::specialise(&[]),
-        _ => return Err(VariantError::Kernel { name: kernel.name }),
+        _ => {
+            let tile = BackwardTile::default_of(&backward(variant));
+            return backward_instance(variant, kernel.name, tile.ok());
+        }
     };
     made.map_err(VariantError::Generics)
 }
 
-/// [`instance_of`] for Apple's GPUs: of `prefill` the tile that plans take there for many rows, which keeps the limits of Metal on
-/// threads and threadgroup memory.
+fn backward(variant: &Variant) -> BackwardVariant {
+    let Variant { dtype, head_dim, value_dim, .. } = *variant;
+    BackwardVariant { dtype, head_dim, value_dim }
+}
+
+/// The instance of a kernel of the backward pass with tiles that a device holds, if it holds any.
+fn backward_instance(
+    variant: &Variant,
+    kernel: &'static str,
+    tile: Option<BackwardTile>,
+) -> Result<Instance, VariantError> {
+    let of = backward(variant);
+    let none = VariantError::Tile { kernel };
+    let tile = tile.ok_or(none.clone());
+    let made = match kernel {
+        "row_terms" => of.terms_instance(),
+        "backward_q" => of.q_instance(tile?.q),
+        "backward_kv" => of.kv_instance(tile?.kv),
+        "backward_bias" => of.bias_instance(tile?.bias.ok_or(none)?),
+        "sum_rows" => sum_rows::sum_rows::specialise(&[]),
+        name => return Err(VariantError::Kernel { name }),
+    };
+    made.map_err(VariantError::Generics)
+}
+
+/// Checks the options that a kernel depends on.
+fn check(variant: &Variant, kernel: &Kernel) -> Result<(), VariantError> {
+    let concerns = VariantOption::of(kernel);
+    let dims = [("head_dim", variant.head_dim), ("value_dim", variant.value_dim)];
+    let codecs = [variant.k_codec, variant.v_codec];
+    for (n, (dim, codec)) in [VariantOption::HeadDim, VariantOption::ValueDim]
+        .into_iter()
+        .zip([VariantOption::KCodec, VariantOption::VCodec])
+        .enumerate()
+    {
+        let (name, got) = dims[n];
+        if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
+            return Err(VariantError::Dim { name, got });
+        }
+        if concerns.contains(&codec) && !codecs[n].supports(got) {
+            return Err(VariantError::Codec { codec: codecs[n], got });
+        }
+    }
+    Ok(())
+}
+
+/// [`instance_of`] for Apple's GPUs: of `prefill` and of the backward pass the tiles that plans take there for many rows, which keep the
+/// limits of Metal on threads and threadgroup memory.
 ///
 /// # Errors
 /// [`VariantError`].
 pub fn metal_instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, VariantError> {
-    let made = instance_of(variant, kernel)?;
-    if kernel.name != "prefill" {
-        return Ok(made);
+    match kernel.name {
+        "prefill" => {
+            check(variant, kernel)?;
+            let tile = PortableTile::prefill_on(variant, &M1).ok_or(VariantError::Tile { kernel: kernel.name })?;
+            tile.instance(variant).map_err(VariantError::Generics)
+        }
+        "backward_q" | "backward_kv" | "backward_bias" => {
+            check(variant, kernel)?;
+            let tile = BackwardTile::of(&backward(variant), true, &M1);
+            backward_instance(variant, kernel.name, tile.ok())
+        }
+        _ => instance_of(variant, kernel),
     }
-    let tile = PortableTile::prefill_on(variant, &M1).ok_or(VariantError::Tile)?;
-    tile.instance(variant).map_err(VariantError::Generics)
 }
 
-/// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
+/// Head dimensions that instances of the backward pass are listed for.
+const BACKWARD_DIMS: [usize; 2] = [64, 128];
+
+/// Instances of every kernel over [`HEAD_DIMS`], types and codecs; of the backward pass for head dimensions of 64 and 128.
 #[must_use]
 pub fn instances() -> Vec<Instance> {
-    listed(|variant| Some(PortableTile::default_prefill(variant.head_dim)))
+    let prefill = |variant: &Variant| Some(PortableTile::default_prefill(variant.head_dim));
+    listed(prefill, |variant| BackwardTile::default_of(variant).ok())
 }
 
-/// [`instances`] for Apple's GPUs: of `prefill` the tiles that plans take there for many rows, which keep the limits of Metal on
-/// threads and threadgroup memory. Where a GPU holds no tile, `decode` computes prompts too, and there is no `prefill`.
+/// [`instances`] for Apple's GPUs: of `prefill` and of the backward pass the tiles that plans take there for many rows, which keep the limits
+/// of Metal on threads and threadgroup memory. Where a GPU holds no tile, `decode` computes prompts too, and there is no `prefill`.
 #[must_use]
 pub fn metal_instances() -> Vec<Instance> {
-    listed(|variant| PortableTile::prefill_on(variant, &M1))
+    let prefill = |variant: &Variant| PortableTile::prefill_on(variant, &M1);
+    listed(prefill, |variant| BackwardTile::of(variant, true, &M1).ok())
 }
 
-/// Instances of every kernel, of `prefill` with a tile that depends on the variant.
-fn listed(prefill: impl Fn(&Variant) -> Option<PortableTile>) -> Vec<Instance> {
+/// Instances of every kernel, of `prefill` and the backward pass with tiles that depend on the variant.
+fn listed(
+    prefill: impl Fn(&Variant) -> Option<PortableTile>,
+    backward_tile: impl Fn(&BackwardVariant) -> Option<BackwardTile>,
+) -> Vec<Instance> {
     let mut all = Vec::new();
+    for dim in BACKWARD_DIMS {
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            let codec = Codec::of(dtype);
+            let variant = Variant { dtype, head_dim: dim, value_dim: dim, k_codec: codec, v_codec: codec };
+            let tile = backward_tile(&backward(&variant));
+            let kernels = ["row_terms", "backward_q", "backward_kv", "backward_bias"];
+            all.extend(kernels.into_iter().flat_map(|kernel| backward_instance(&variant, kernel, tile)));
+        }
+    }
+    all.extend(sum_rows::sum_rows::specialise(&[]));
     for dim in HEAD_DIMS {
         for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
             let variant = Variant {

@@ -1,7 +1,7 @@
 //! Sessions: attention on a device, with plans and their memory kept from call to call.
 
 use crate::backward;
-use crate::backward::plan::BackwardPlan;
+use crate::backward::plan::PortableBackwardPlan;
 use crate::backward::run::BackwardWorkspace;
 use crate::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use crate::backward::upload::{BackwardResults, UploadedBackward};
@@ -14,7 +14,6 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::gradients::{self, BackwardInputs, Gradients};
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
-use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{KeyPart, Problem, ProblemDesc};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
@@ -44,7 +43,7 @@ pub struct Session<E: Engine> {
 
 /// A backward plan and the memory of its runs.
 struct KeptBackward<M> {
-    plan: BackwardPlan,
+    plan: PortableBackwardPlan,
     workspace: BackwardWorkspace<M>,
     /// True if the numbers in the workspace have reached the device, as far as is known.
     is_written: bool,
@@ -386,15 +385,20 @@ impl<E: Engine> Session<E> {
     ) -> Result<(), E::Error> {
         let problem = desc.clone().validate().map_err(SessionError::from)?;
         gradients::check(&problem, inputs, gradients).map_err(SessionError::from)?;
-        if gradients.d_bias.is_some() {
-            let why = "GPUs do not compute the gradient of a mask";
-            return Err(SessionError::from(Unsupported::Backward { why }).into());
-        }
         self.select_backward(desc)?;
         let uploaded = UploadedBackward::new(&self.device, inputs)?;
         let mut results = BackwardResults::new(&self.device, gradients)?;
         self.run_backward(desc, &uploaded.inputs(), &mut results.gradients())?;
         Ok(results.download(&self.device, gradients)?)
+    }
+
+    /// Keeps a backward plan of the caller's, with another tile say, which backward calls of its description then run.
+    ///
+    /// # Errors
+    /// The error that the device reports.
+    pub fn keep_backward_plan(&mut self, plan: PortableBackwardPlan) -> Result<(), E::Error> {
+        self.backward.retain(|kept| kept.captured || kept.plan.problem().desc() != plan.problem().desc());
+        self.insert_backward(plan)
     }
 
     /// Moves the backward plan of a description to the front, and makes it where there is none.
@@ -406,6 +410,11 @@ impl<E: Engine> Session<E> {
         }
         let problem = desc.clone().validate().map_err(SessionError::from)?;
         let plan = self.engine.plan_backward(&problem).map_err(SessionError::from)?;
+        self.insert_backward(plan)
+    }
+
+    /// Prepares a backward plan, as the first of all.
+    fn insert_backward(&mut self, plan: PortableBackwardPlan) -> Result<(), E::Error> {
         if self.captures()? {
             return Err(SessionError::Captures { what: "preparation of a plan" }.into());
         }

@@ -11,7 +11,9 @@ use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, encode};
 use crate::session::Session;
 use crate::tile::{PortableTile, Tiling};
-use crate::{native_backward_kv, native_backward_q, native_decode, native_encode, native_prefill};
+use crate::{
+    native_backward_bias, native_backward_kv, native_backward_q, native_decode, native_encode, native_prefill,
+};
 use flashtile_core::codec::Codec;
 use flashtile_core::problem::Problem;
 use flashtile_kernel::simulator::Simulator;
@@ -88,6 +90,7 @@ pub fn find(wanted: &Instance) -> Option<Instance> {
         "row_terms" => terms_of_rows(),
         "backward_q" => backward_q(),
         "backward_kv" => backward_kv(),
+        "backward_bias" => backward_bias(),
         "sum_rows" => vec![sum_rows::instance()],
         _ => vec![mask_tiles::instance()],
     };
@@ -186,6 +189,15 @@ fn backward_kv() -> Vec<Instance> {
     macro_rules! tile {
         ($q:ident $d:literal) => {
             native_backward_kv!($q, [$d, $d], [1, 1, 2, 1, { small_tile($d).kv.in_registers as usize }])
+        };
+    }
+    of_elements!(tile)
+}
+
+fn backward_bias() -> Vec<Instance> {
+    macro_rules! tile {
+        ($q:ident $d:literal) => {
+            native_backward_bias!($q, [$d, $d], [1, 1, 2, 1])
         };
     }
     of_elements!(tile)

@@ -8,6 +8,21 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::problem::Problem;
 
+/// A run whose tensors are in a device's memory, to be launched again and again.
+pub trait Repeated {
+    /// The engine that runs it.
+    type Engine: Engine;
+
+    /// Launches a run, and returns before it has ended.
+    ///
+    /// # Errors
+    /// The errors of the session.
+    fn launch(&mut self) -> Result<(), <Self::Engine as Engine>::Error>;
+
+    /// The device of the runs.
+    fn device(&self) -> &<Self::Engine as Engine>::Device;
+}
+
 /// A plan with copies of its tensors in a device's memory: benchmarks measure its launches.
 pub struct UploadedRun<E: Engine> {
     session: Session<E>,
@@ -51,19 +66,6 @@ impl<E: Engine> UploadedRun<E> {
         Ok(Self { session, problem, inputs: uploaded, single_pages, outputs: results })
     }
 
-    /// Launches a run.
-    ///
-    /// # Errors
-    /// The errors of [`Session::run_paged`].
-    pub fn launch(&mut self) -> Result<(), E::Error> {
-        let Self { session, problem, inputs, single_pages, outputs } = self;
-        let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
-        match single_pages {
-            Some(tables) => session.run_paged(desc, &inputs, &*tables, &mut outputs),
-            None => session.run(desc, &inputs, &mut outputs),
-        }
-    }
-
     /// Copies the results to outputs of the dtype, shapes and lists of [`UploadedRun::new`], after all work of the device before has ended.
     ///
     /// # Errors
@@ -79,7 +81,7 @@ impl<E: Engine> UploadedRun<E> {
     /// Runs once and copies the results.
     ///
     /// # Errors
-    /// The errors of [`UploadedRun::launch`] and [`UploadedRun::download`].
+    /// The errors of [`Repeated::launch`] and [`UploadedRun::download`].
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), E::Error> {
         self.launch()?;
         self.download(outputs)
@@ -90,10 +92,21 @@ impl<E: Engine> UploadedRun<E> {
     pub const fn results(&self) -> &Results<MemoryOf<E>> {
         &self.outputs
     }
+}
 
-    /// The device of the runs.
-    #[must_use]
-    pub const fn device(&self) -> &E::Device {
+impl<E: Engine> Repeated for UploadedRun<E> {
+    type Engine = E;
+
+    fn launch(&mut self) -> Result<(), E::Error> {
+        let Self { session, problem, inputs, single_pages, outputs } = self;
+        let (desc, inputs, mut outputs) = (problem.desc(), inputs.inputs(), outputs.outputs());
+        match single_pages {
+            Some(tables) => session.run_paged(desc, &inputs, &*tables, &mut outputs),
+            None => session.run(desc, &inputs, &mut outputs),
+        }
+    }
+
+    fn device(&self) -> &E::Device {
         self.session.device()
     }
 }

@@ -55,6 +55,8 @@ impl VariantOption {
             "encode" | "read_codes" => &[Dtype, HeadDim, KCodec],
             "append" | "read_elements" => &[Dtype, KCodec],
             "hadamard" => &[HeadDim],
+            "row_terms" => &[Dtype, ValueDim],
+            "backward_q" | "backward_kv" | "backward_bias" => &[Dtype, HeadDim, ValueDim],
             _ => &[],
         }
     }
@@ -102,8 +104,11 @@ pub enum VariantError {
         /// Its name.
         name: &'static str,
     },
-    /// No tile of `prefill` has the registers and the threadgroup memory of Apple's GPUs.
-    Tile,
+    /// No tile of the kernel keeps the registers and the threadgroup memory of the GPUs that instances are for.
+    Tile {
+        /// Its name.
+        kernel: &'static str,
+    },
     /// The kernel's own reason.
     Generics(GenericsError),
 }
@@ -133,9 +138,10 @@ impl std::fmt::Display for VariantError {
                 )
             }
             Self::Kernel { name } => write!(f, "{name} is no kernel of flashtile"),
-            Self::Tile => {
+            Self::Tile { kernel: "prefill" } => {
                 f.write_str("no tile of prefill fits Apple's GPUs, where decode computes such problems")
             }
+            Self::Tile { kernel } => write!(f, "no tile of {kernel} fits the GPUs that it is printed for"),
             Self::Generics(error) => error.fmt(f),
         }
     }
@@ -250,6 +256,20 @@ macro_rules! native_backward_kv {
             (<$t as Scalar>::TYPE, $d, $dv, $rows, $queries, $simds, $team, $registers)
             [K_COLUMNS V_COLUMNS K_PAIRS V_PAIRS CHUNK Q_LOADS O_LOADS KEY_TILES K_LOADS V_LOADS SCORE_TILES ROWS
              K_LEN V_LEN Q_LEN O_LEN SCRATCH_LEN]
+        )
+    }};
+}
+
+/// The instance of [`backward_bias()`](crate::kernels::backward::d_bias::backward_bias()) with native code, as [`native_backward_q!`].
+#[macro_export]
+macro_rules! native_backward_bias {
+    ($t:ty, [$d:expr, $dv:expr], [$rows:expr, $keys:expr, $simds:expr, $team:expr]) => {{
+        use ::flashtile_kernel::Scalar;
+        use $crate::kernels::backward::d_bias::backward_bias;
+        $crate::native_instance!(
+            backward_bias [$t, { $d }, { $dv }, { $rows }, { $keys }, { $simds }, { $team }] []
+            (<$t as Scalar>::TYPE, $d, $dv, $rows, $keys, $simds, $team)
+            [K_COLUMNS V_COLUMNS K_PAIRS V_PAIRS CHUNK K_LOADS V_LOADS SCORE_TILES ROWS KEYS K_LEN V_LEN SUMS_LEN SCRATCH_LEN]
         )
     }};
 }

@@ -72,5 +72,5 @@ pub use {
     },
     flashtile_kernel::{ScalarType, View, ViewMut},
     session::{Encode, MetalKvCache, MetalStore, Session},
-    timed::TimedRun,
+    timed::{TimedBackwardRun, TimedRun},
 };

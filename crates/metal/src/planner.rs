@@ -4,9 +4,12 @@ use crate::facts::MetalFacts;
 use crate::plan::MetalPlan;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::human::bytes;
-use flashtile_core::plan::{Explanation, Facts, Plan, PlanOptions, Rates, TileSize, Unsupported};
+use flashtile_core::plan::{
+    AnyBackwardPlan, Explanation, Facts, Plan, PlanOptions, Rates, TileSize, Unsupported,
+};
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
+use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use flashtile_gpu::plan::prefix_line;
 
 impl Plan for MetalPlan {
@@ -69,6 +72,10 @@ impl Facts for MetalFacts {
 
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<MetalPlan, Unsupported> {
         MetalPlan::new(problem, self, options)
+    }
+
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
+        GpuBackwardPlan::new(Self::BACKEND, problem, self, options).map(AnyBackwardPlan::new)
     }
 
     fn rates(&self, plan: &MetalPlan) -> Rates {

@@ -3,17 +3,23 @@
 use crate::device::Metal;
 use crate::error::MetalError;
 use crate::plan::MetalPlan;
+use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_gpu::SessionError;
+use flashtile_gpu::backward::plan::PortableBackwardPlan;
+use flashtile_gpu::backward::uploaded_run::UploadedBackwardRun;
 use flashtile_gpu::engine::PortableEngine;
-use flashtile_gpu::uploaded_run::UploadedRun;
+use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use flashtile_kernel::metal::{Error, Gpu};
 
 /// A plan with copies of its tensors in a device's memory, to be measured.
 #[derive(Debug)]
-pub struct TimedRun {
-    run: UploadedRun<PortableEngine<Gpu>>,
+pub struct TimedRun<R = UploadedRun<PortableEngine<Gpu>>> {
+    run: R,
 }
+
+/// A [`TimedRun`] of the backward pass.
+pub type TimedBackwardRun = TimedRun<UploadedBackwardRun<PortableEngine<Gpu>>>;
 
 impl TimedRun {
     /// Copies the inputs to the device, and takes memory there for the outputs.
@@ -45,7 +51,33 @@ impl TimedRun {
     pub fn download(&self, outputs: &mut Outputs<'_>) -> Result<(), MetalError> {
         self.run.download(outputs)
     }
+}
 
+impl TimedBackwardRun {
+    /// Copies the inputs to the device, and takes memory there for the gradients.
+    ///
+    /// # Errors
+    /// [`MetalError`].
+    pub fn backward(
+        metal: &Metal,
+        plan: &PortableBackwardPlan,
+        inputs: &BackwardInputs<'_>,
+        gradients: &Gradients<'_>,
+    ) -> Result<Self, MetalError> {
+        Ok(Self { run: UploadedBackwardRun::new(metal.session(), plan.clone(), inputs, gradients)? })
+    }
+
+    /// Copies the gradients of the last run to gradients of the shapes that [`TimedBackwardRun::backward`] was given, after it has
+    /// ended.
+    ///
+    /// # Errors
+    /// [`MetalError`] of the run and of copying.
+    pub fn download(&self, gradients: &mut Gradients<'_>) -> Result<(), MetalError> {
+        self.run.download(gradients)
+    }
+}
+
+impl<R: Repeated<Engine = PortableEngine<Gpu>>> TimedRun<R> {
     /// Launches a run.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! Facts and plans of any backend.
 
+use super::backward::AnyBackwardPlan;
 use super::explanation::Explanation;
 use super::facts::{Facts, Plan, Rates};
 use super::options::PlanOptions;
@@ -33,6 +34,18 @@ impl AnyFacts {
     /// [`Unsupported`] where the device has no kernels for the problem.
     pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<AnyPlan, Unsupported> {
         self.0.plan(problem, options)
+    }
+
+    /// Plans the backward pass of a problem for the device. Pure; the cost is that of [`Facts::plan_backward`].
+    ///
+    /// # Errors
+    /// [`Unsupported`] where the device has no backward kernels, or none for the problem.
+    pub fn plan_backward(
+        &self,
+        problem: &Problem,
+        options: PlanOptions,
+    ) -> Result<AnyBackwardPlan, Unsupported> {
+        self.0.plan_backward(problem, options)
     }
 
     /// The facts, if they are of this type.
@@ -158,6 +171,7 @@ impl serde::Serialize for AnyPlan {
 trait ErasedFacts: fmt::Debug + Send + Sync {
     fn backend(&self) -> &'static str;
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<AnyPlan, Unsupported>;
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported>;
     fn as_any(&self) -> &dyn Any;
     fn equals(&self, other: &dyn Any) -> bool;
 }
@@ -169,6 +183,10 @@ impl<F: Facts> ErasedFacts for F {
 
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<AnyPlan, Unsupported> {
         Ok(AnyPlan::new(self.clone(), Facts::plan(self, problem, options)?))
+    }
+
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
+        Facts::plan_backward(self, problem, options)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -1,5 +1,6 @@
 //! The planner and the plans of one kind of device, as each backend defines them.
 
+use super::backward::AnyBackwardPlan;
 use super::explanation::Explanation;
 use super::options::{KernelChoice, PlanOptions};
 use super::unsupported::Unsupported;
@@ -76,6 +77,15 @@ pub trait Facts: fmt::Debug + Clone + PartialEq + Send + Sync + 'static {
     /// # Errors
     /// [`Unsupported`] where the device has no kernels for the problem.
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<Self::Plan, Unsupported>;
+
+    /// Plans the backward pass of a problem. Pure. Devices without backward kernels keep this refusal.
+    ///
+    /// # Errors
+    /// [`Unsupported`] where the device has no backward kernels, or none for the problem.
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
+        let _ = (problem, options);
+        Err(Unsupported::Backward { why: "the backend has no backward kernels" })
+    }
 
     /// The rates that the device reaches with a plan, to compare devices.
     fn rates(&self, plan: &Self::Plan) -> Rates;

@@ -1,11 +1,14 @@
 //! [`Plan`] and [`Facts`] of the CPU: rates that it reaches, and its plans in words.
 
+use super::backward_plan::CpuBackwardPlan;
 use super::cpu_plan::{CpuPlan, isa_for};
 use super::facts::CpuFacts;
 use super::schedule::PlannedPrefix;
 use flashtile_core::human::{bytes, counted, percent};
 use flashtile_core::isa::Isa;
-use flashtile_core::plan::{Explanation, Facts, Field, Plan, PlanOptions, Rates, TileSize, Unsupported};
+use flashtile_core::plan::{
+    AnyBackwardPlan, BackwardPlan, Explanation, Facts, Field, Plan, PlanOptions, Rates, TileSize, Unsupported,
+};
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
 use std::collections::BTreeMap;
@@ -48,6 +51,44 @@ impl Plan for CpuPlan {
         let problem = self.problem();
         let shared = shared_keys(self) * problem.dims().kv_heads * problem.kv_row_bytes();
         problem.kv_bytes() - shared as f64
+    }
+}
+
+impl BackwardPlan for CpuBackwardPlan {
+    fn problem(&self) -> &Problem {
+        self.problem()
+    }
+
+    fn kernel(&self) -> String {
+        self.kernel()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes()
+    }
+
+    fn task_count(&self) -> usize {
+        self.task_count()
+    }
+
+    fn words(&self) -> String {
+        format!(
+            "{} in tiles of {} rows by {} keys, {}, {}",
+            counted(self.task_count(), "task"),
+            self.tile_rows(),
+            self.block_k(),
+            counted(self.level_count(), "level"),
+            counted(self.workers(), "worker"),
+        )
+    }
+
+    fn fields(&self) -> Vec<(&'static str, Field)> {
+        vec![
+            ("levels", self.level_count().into()),
+            ("threads", self.workers().into()),
+            ("tile_rows", self.tile_rows().into()),
+            ("block_k", self.block_k().into()),
+        ]
     }
 }
 
@@ -113,6 +154,10 @@ impl Facts for CpuFacts {
 
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CpuPlan, Unsupported> {
         CpuPlan::new(problem, self, options)
+    }
+
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
+        CpuBackwardPlan::new(problem, self, options).map(AnyBackwardPlan::new)
     }
 
     fn rates(&self, plan: &CpuPlan) -> Rates {

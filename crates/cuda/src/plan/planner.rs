@@ -6,10 +6,11 @@ use super::kernel::CudaKernel;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::human::{bytes, counted};
 use flashtile_core::plan::{
-    Explanation, Facts, Field, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
+    AnyBackwardPlan, Explanation, Facts, Field, KernelChoice, Plan, PlanOptions, Rates, TileSize, Unsupported,
 };
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
+use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use flashtile_gpu::plan::prefix_line;
 
 impl Plan for CudaPlan {
@@ -89,6 +90,10 @@ impl Facts for CudaFacts {
 
     fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CudaPlan, Unsupported> {
         CudaPlan::new(problem, self, options)
+    }
+
+    fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
+        GpuBackwardPlan::new(Self::BACKEND, problem, &self.into(), options).map(AnyBackwardPlan::new)
     }
 
     fn rates(&self, plan: &CudaPlan) -> Rates {

@@ -1,22 +1,22 @@
 //! Plans of the backward pass.
 
 use super::tile::{BackwardTile, BackwardVariant};
-use crate::codecs::scalar_type;
 use crate::facts::GpuFacts;
-use crate::kernels::attend::Attend;
-use crate::kernels::backward::row_terms::{TERM_ROWS, row_terms};
+use crate::kernels::attend::{Attend, SEQUENCE_WORDS};
+use crate::kernels::backward::row_terms::TERM_ROWS;
 use crate::kernels::backward::sum_rows::sum_rows;
 use crate::launches::{Features, Partials, attend};
 use crate::shape::{Shape, count};
 use crate::tile::PortableTile;
-use flashtile_core::plan::Unsupported;
+use flashtile_core::dtype::MaskKind;
+use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, Sequence, Sequences};
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{Generic, Instance};
+use flashtile_kernel::Instance;
 
 /// The launches of the backward pass of a problem.
 #[derive(Debug, Clone)]
-pub struct BackwardPlan {
+pub struct PortableBackwardPlan {
     problem: Problem,
     tile: BackwardTile,
     /// Sizes and scoring, without strides. Each launch has its own number of tiles.
@@ -27,6 +27,8 @@ pub struct BackwardPlan {
     pub(crate) terms: Step,
     pub(crate) q: Step,
     pub(crate) kv: Step,
+    /// Where the problem has an additive mask. Its shape, on which groups depend, is that of a run.
+    pub(crate) bias: Option<Instance>,
     pub(crate) sums: Instance,
 }
 
@@ -40,16 +42,22 @@ pub(crate) struct Step {
     pub(crate) groups: [u32; 3],
 }
 
-impl BackwardPlan {
-    /// Plans the backward pass of a problem for a device.
+impl PortableBackwardPlan {
+    /// Plans the backward pass of a problem for a device. Splits of the options are the forward pass's alone.
     ///
     /// # Errors
     /// [`Unsupported`].
-    pub fn new(problem: &Problem, facts: &GpuFacts) -> Result<Self, Unsupported> {
+    pub fn new(problem: &Problem, facts: &GpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         if let Some(why) = problem.no_gradients() {
             return Err(Unsupported::Backward { why });
         }
-        let tile = BackwardTile::of(&variant_of(problem), facts)?;
+        if options.kernels == KernelChoice::Native {
+            return Err(Unsupported::Backward { why: "native kernels were asked for, it has portable ones" });
+        }
+        if !options.skip_tiles {
+            return Err(Unsupported::SkipTiles);
+        }
+        let tile = BackwardTile::of(&variant_of(problem), has_bias(problem), facts)?;
         let plan = Self::with_tile(problem, tile)?;
         let max = facts.max_groups;
         let others = [&plan.terms, &plan.q, &plan.kv].map(|step| step.groups[2] as usize);
@@ -81,18 +89,21 @@ impl BackwardPlan {
             let groups = [heads, 1, count("sequences", problem.sequences().len())?];
             Ok::<_, Unsupported>(Step { instance, tiles: count("tiles", tiles)?, groups })
         };
-        let terms = [Generic::Type(scalar_type(variant.dtype)), Generic::Usize(variant.value_dim)];
         Ok(Self {
             attend: attend(problem, &shape, Partials { first: 0, others: 0 })?,
             has: Features::of(desc),
             kv_rows: count("keys", kv_rows)?,
-            terms: step(row_terms::specialise(&terms).map_err(none)?, q_rows, TERM_ROWS as usize)?,
+            terms: step(variant.terms_instance().map_err(none)?, q_rows, TERM_ROWS as usize)?,
             q: step(variant.q_instance(tile.q).map_err(none)?, q_rows, tile.q.rows())?,
             kv: step(
                 variant.kv_instance(tile.kv).map_err(none)?,
                 kv_rows.max(longest(|s| s.kv_len)),
                 tile.kv.rows(),
             )?,
+            bias: match tile.bias.filter(|_| has_bias(problem)) {
+                Some(tile) => Some(variant.bias_instance(tile).map_err(none)?),
+                None => None,
+            },
             sums: sum_rows::specialise(&[]).map_err(none)?,
             problem: problem.clone(),
             tile,
@@ -102,12 +113,38 @@ impl BackwardPlan {
     /// Replaces the instances by native code. Returns `None` if `find` has none for one of them.
     #[must_use]
     pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
-        for instance in
-            [&mut self.terms.instance, &mut self.q.instance, &mut self.kv.instance, &mut self.sums]
-        {
+        let all = [&mut self.terms.instance, &mut self.q.instance, &mut self.kv.instance, &mut self.sums];
+        for instance in all.into_iter().chain(&mut self.bias) {
             *instance = find(instance)?;
         }
         Some(self)
+    }
+
+    /// Rows of all query heads.
+    pub(crate) fn row_count(&self) -> usize {
+        self.problem.dims().lse_shape().iter().product()
+    }
+
+    /// Sequences, for each of which the workspace has numbers.
+    pub(crate) fn sequence_count(&self) -> usize {
+        self.problem.sequences().len()
+    }
+
+    /// The number of `f32` lists with an element for each row that the workspace has.
+    pub(crate) const fn row_lists(&self) -> usize {
+        if self.has.has_alibi { 3 } else { 2 }
+    }
+
+    /// Bytes of device memory that a run needs beside its tensors.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> usize {
+        4 * (SEQUENCE_WORDS as usize * self.sequence_count() + self.row_lists() * self.row_count())
+    }
+
+    /// Threadgroups of the two kernels that multiply.
+    #[must_use]
+    pub fn task_count(&self) -> usize {
+        [&self.q, &self.kv].map(|step| step.groups.map(|n| n as usize).iter().product::<usize>()).iter().sum()
     }
 
     /// The problem whose gradients the plan computes.
@@ -121,6 +158,11 @@ impl BackwardPlan {
     pub const fn tile(&self) -> &BackwardTile {
         &self.tile
     }
+}
+
+/// Returns true if the problem has a mask whose gradient may be asked for.
+fn has_bias(problem: &Problem) -> bool {
+    matches!(problem.desc().mask, Some(MaskKind::Additive(_)))
 }
 
 fn variant_of(problem: &Problem) -> BackwardVariant {

@@ -1,9 +1,10 @@
 //! Runs of the backward pass: the one place that gives its kernels their arguments.
 
-use super::plan::{BackwardPlan, Step};
+use super::plan::{PortableBackwardPlan, Step};
 use super::tensors::{GpuBackwardInputs, GpuGradients};
 use crate::error::SessionError;
 use crate::kernels::attend::{Attend, SEQUENCE_WORDS};
+use crate::kernels::backward::d_bias::{MaskGradient, backward_bias};
 use crate::kernels::backward::d_kv::backward_kv;
 use crate::kernels::backward::d_q::backward_q;
 use crate::kernels::backward::params::Backward;
@@ -32,11 +33,10 @@ impl<M: DeviceMemory> BackwardWorkspace<M> {
     ///
     /// # Errors
     /// The error that the device reports.
-    pub fn new<D: HostAccess<Memory = M>>(device: &D, plan: &BackwardPlan) -> Result<Self, D::Error> {
-        let problem = plan.problem();
-        let rows: usize = problem.dims().lse_shape().iter().product();
+    pub fn new<D: HostAccess<Memory = M>>(device: &D, plan: &PortableBackwardPlan) -> Result<Self, D::Error> {
+        let rows = plan.row_count();
         let f32s = |len: usize| device.uninit(ScalarType::F32, len.max(1));
-        let words = SEQUENCE_WORDS as usize * problem.sequences().len().max(1);
+        let words = SEQUENCE_WORDS as usize * plan.sequence_count().max(1);
         let mut new = Self {
             sequences: device.uninit(ScalarType::I32, words)?,
             neg_lse: f32s(rows)?,
@@ -52,7 +52,7 @@ impl<M: DeviceMemory> BackwardWorkspace<M> {
     pub(crate) fn write<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
-        plan: &BackwardPlan,
+        plan: &PortableBackwardPlan,
     ) -> Result<(), D::Error> {
         let numbers = sequences(plan.problem(), |_| 0);
         let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_ne_bytes()).collect();
@@ -70,7 +70,7 @@ fn wide([batch, head, row, _]: [usize; 4]) -> [u64; 3] {
 
 /// The parameters of a run over tensors.
 fn params<M: DeviceMemory>(
-    plan: &BackwardPlan,
+    plan: &PortableBackwardPlan,
     inputs: &GpuBackwardInputs<'_, M>,
     gradients: &GpuGradients<'_, M>,
 ) -> Result<(Attend, Backward), Unsupported> {
@@ -96,7 +96,7 @@ fn params<M: DeviceMemory>(
         d_k: wide(gradients.d_k.strides),
         d_v: wide(gradients.d_v.strides),
         kv_rows: plan.kv_rows,
-        sequences: count("sequences", plan.problem().sequences().len())?,
+        sequences: count("sequences", plan.sequence_count())?,
         scale: plan.problem().scale(),
         unused: 0,
     };
@@ -113,7 +113,7 @@ fn in_chunks<M: DeviceMemory>(inputs: &GpuBackwardInputs<'_, M>) -> bool {
 
 /// A run: its parameters and tensors.
 struct Run<'a, 'm, M> {
-    plan: &'a BackwardPlan,
+    plan: &'a PortableBackwardPlan,
     inputs: &'a GpuBackwardInputs<'m, M>,
     attend: Attend,
     backward: Backward,
@@ -133,7 +133,7 @@ impl<M> Run<'_, '_, M> {
 /// [`SessionError::Unsupported`] where a tensor's strides are too large, and [`SessionError::Launch`].
 pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
-    plan: &BackwardPlan,
+    plan: &PortableBackwardPlan,
     inputs: &GpuBackwardInputs<'_, M>,
     gradients: &mut GpuGradients<'_, M>,
     workspace: &mut BackwardWorkspace<M>,
@@ -141,12 +141,12 @@ pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
     let (attend, backward) = params(plan, inputs, gradients)?;
     let run = Run { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) };
     let dims = plan.problem().dims();
-    if dims.batch * dims.q_heads == 0 || plan.problem().sequences().is_empty() {
-        return Ok(());
+    if dims.batch * dims.q_heads > 0 && plan.sequence_count() > 0 {
+        launch_terms(device, &run, workspace)?;
+        launch_q(device, &run, gradients, workspace)?;
+        launch_kv(device, &run, gradients, workspace)?;
     }
-    launch_terms(device, &run, workspace)?;
-    launch_q(device, &run, gradients, workspace)?;
-    launch_kv(device, &run, gradients, workspace)?;
+    launch_bias(device, &run, gradients, workspace)?;
     Ok(launch_sums(device, &run, gradients, workspace)?)
 }
 
@@ -175,10 +175,10 @@ fn launch_terms<M: DeviceMemory, D: Device<Memory = M>>(
     .launch_instance(device, &step.instance)
 }
 
-/// A call of `backward_q` or `backward_kv`: the arguments that both have, and more.
+/// A call of a kernel that multiplies: the arguments that all of them have, and more.
 macro_rules! backward_call {
-    ($kernel:ident, $run:expr, $step:expr, $workspace:expr, { $($more:tt)* }) => {{
-        let (run, step, inputs, has) = ($run, $step, $run.inputs, $run.plan.has);
+    ($kernel:ident, $run:expr, $attend:expr, $groups:expr, $workspace:expr, { $($more:tt)* }) => {{
+        let (run, inputs, has) = ($run, $run.inputs, $run.plan.has);
         let BackwardWorkspace { sequences, neg_lse, delta, absent: [f32s, bytes], .. } = $workspace;
         $kernel::Call {
             q: inputs.q.view,
@@ -191,14 +191,14 @@ macro_rules! backward_call {
             tree: inputs.tree.map_or_else(|| bytes.view(), |tree| tree.bytes),
             neg_lse: neg_lse.view(),
             delta: delta.view(),
-            params: run.attend(step),
+            params: $attend,
             backward: run.backward,
             in_chunks: run.in_chunks,
             has_softcap: has.has_softcap,
             has_alibi: has.has_alibi,
             has_mask: has.has_mask,
             has_tree_mask: has.has_tree_mask,
-            groups: step.groups,
+            groups: $groups,
             $($more)*
         }
     }};
@@ -213,7 +213,7 @@ fn launch_q<M: DeviceMemory, D: Device<Memory = M>>(
     let (step, d_q) = (&run.plan.q, gradients.d_q.view.reborrow());
     let BackwardWorkspace { distance_sums, .. } = workspace;
     let distance_sums = distance_sums.view_mut();
-    backward_call!(backward_q, run, step, workspace, { d_q, distance_sums })
+    backward_call!(backward_q, run, run.attend(step), step.groups, workspace, { d_q, distance_sums })
         .launch_instance(device, &step.instance)
 }
 
@@ -224,7 +224,34 @@ fn launch_kv<M: DeviceMemory, D: Device<Memory = M>>(
     workspace: &BackwardWorkspace<M>,
 ) -> Result<(), LaunchError<D::Error>> {
     let (step, d_k, d_v) = (&run.plan.kv, gradients.d_k.view.reborrow(), gradients.d_v.view.reborrow());
-    backward_call!(backward_kv, run, step, workspace, { d_k, d_v }).launch_instance(device, &step.instance)
+    backward_call!(backward_kv, run, run.attend(step), step.groups, workspace, { d_k, d_v })
+        .launch_instance(device, &step.instance)
+}
+
+/// Launches the gradient of the mask, where it is asked for.
+fn launch_bias<M: DeviceMemory, D: Device<Memory = M>>(
+    device: &D,
+    run: &Run<'_, '_, M>,
+    gradients: &mut GpuGradients<'_, M>,
+    workspace: &BackwardWorkspace<M>,
+) -> Result<(), SessionError<D::Error>> {
+    let plan = run.plan;
+    let (Some(d_bias), Some(mask), Some(tile)) = (&mut gradients.d_bias, run.inputs.mask, plan.tile().bias)
+    else {
+        return Ok(());
+    };
+    let (Some(instance), false) = (&plan.bias, d_bias.is_empty()) else { return Ok(()) };
+    let [sequences, heads, rows, keys] = mask.shape;
+    let tiles = count("tiles of a mask", rows.div_ceil(tile.rows()))?;
+    let all = rows.div_ceil(tile.rows()).saturating_mul(keys.div_ceil(tile.block_rows()));
+    let groups = [count("tiles of a mask", all)?, count("heads", heads)?, count("sequences", sequences)?];
+    let of_mask = MaskGradient {
+        shape: [groups[2], groups[1], count("query rows", rows)?, count("keys", keys)?],
+        group: run.attend.group,
+    };
+    let (attend, d_bias) = (Attend { tiles, group: 1, ..run.attend }, d_bias.reborrow());
+    let call = backward_call!(backward_bias, run, attend, groups, workspace, { of_mask, d_bias });
+    Ok(call.launch_instance(device, instance)?)
 }
 
 fn launch_sums<M: DeviceMemory, D: Device<Memory = M>>(

@@ -2,6 +2,7 @@
 
 use crate::error::SessionError;
 use crate::tensors::{GpuMask, GpuTensor, GpuTensorMut, copies, dtype_of};
+use flashtile_core::dtype::MaskKind;
 use flashtile_core::gradients;
 use flashtile_core::inputs::{self, InputShapes, RunError};
 use flashtile_core::problem::Problem;
@@ -50,8 +51,18 @@ pub struct GpuGradients<'a, M> {
     pub d_v: GpuTensorMut<'a, M>,
     /// `[q_heads]`, f32, if wanted, where the problem has sinks.
     pub d_sinks: Option<ViewMut<'a, M>>,
+    /// In the shape of the mask, dense, f32, if wanted, where the mask is additive: sums over the dimensions that the mask broadcasts.
+    pub d_bias: Option<ViewMut<'a, M>>,
     /// One for each slope, f32, if wanted, where the problem has ALiBi.
     pub d_alibi_slopes: Option<ViewMut<'a, M>>,
+}
+
+impl<'a, M> GpuGradients<'a, M> {
+    /// Gradients of q, k and v alone.
+    #[must_use]
+    pub const fn new(d_q: GpuTensorMut<'a, M>, d_k: GpuTensorMut<'a, M>, d_v: GpuTensorMut<'a, M>) -> Self {
+        Self { d_q, d_k, d_v, d_sinks: None, d_bias: None, d_alibi_slopes: None }
+    }
 }
 
 fn check_list<E>(
@@ -98,16 +109,19 @@ pub fn check<M: DeviceMemory, E>(
     let dims = problem.dims();
     let rows: usize = dims.lse_shape().iter().product();
     inputs::check_outputs(problem, (dtype("out", out.view.element())?, out.shape), None)?;
-    let GpuGradients { d_q, d_k, d_v, d_sinks, d_alibi_slopes } = gradients;
+    let GpuGradients { d_q, d_k, d_v, d_sinks, d_bias, d_alibi_slopes } = gradients;
+    let bias = mask.filter(|mask| matches!(mask.kind, MaskKind::Additive(_)));
+    let bias = bias.map_or(0, |mask| mask.shape.iter().product());
+    let written = |list: &Option<ViewMut<'_, M>>| list.as_ref().map(|list| (list.element(), list.len()));
     let slopes = alibi_slopes.map_or(0, |list| list.len());
     let heads = sinks.map_or(0, |list| list.len());
     check_list("alibi_slopes", slopes, alibi_slopes.map(list))?;
     check_list("sinks", heads, sinks.map(list))?;
     check_list("lse", rows, Some(list(*lse)))?;
     check_list("d_lse", rows, d_lse.map(list))?;
-    check_list("d_sinks", heads, d_sinks.as_ref().map(|list| (list.element(), list.len())))?;
-    let of_slopes = d_alibi_slopes.as_ref().map(|list| (list.element(), list.len()));
-    check_list("d_alibi_slopes", slopes, of_slopes)?;
+    check_list("d_sinks", heads, written(d_sinks))?;
+    check_list("d_bias", bias, written(d_bias))?;
+    check_list("d_alibi_slopes", slopes, written(d_alibi_slopes))?;
     let d_out_dtype = dtype("d_out", d_out.view.element())?;
     gradients::check_tensor(problem, "d_out", (d_out_dtype, d_out.shape))?;
     for (name, tensor) in [("d_q", d_q), ("d_k", d_k), ("d_v", d_v)] {

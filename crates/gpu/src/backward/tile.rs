@@ -2,9 +2,11 @@
 
 use crate::codecs::scalar_type;
 use crate::facts::GpuFacts;
+use crate::kernels::backward::d_bias::backward_bias;
 use crate::kernels::backward::d_kv::backward_kv;
 use crate::kernels::backward::d_q::backward_q;
 use crate::kernels::backward::row_block::chunk_loads;
+use crate::kernels::backward::row_terms::row_terms;
 use crate::kernels::prefill::block::block_columns;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -34,9 +36,15 @@ impl TileShape {
     pub const fn rows(&self) -> usize {
         16 * self.simds / self.team
     }
+
+    /// Rows of a block, which a threadgroup streams.
+    #[must_use]
+    pub const fn block_rows(&self) -> usize {
+        16 * self.block_tiles
+    }
 }
 
-/// The tiles of both kernels.
+/// The tiles of the kernels that multiply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_structs)]
 pub struct BackwardTile {
@@ -44,6 +52,8 @@ pub struct BackwardTile {
     pub q: TileShape,
     /// The tile of `backward_kv`, which keeps keys and streams query rows.
     pub kv: TileShape,
+    /// The tile of `backward_bias`, where an additive mask has a gradient: query rows by keys, of which the block is one.
+    pub bias: Option<TileShape>,
 }
 
 /// Tiles of two SIMD groups and short blocks for rows of up to `dim` elements: with kept keys in registers beyond 64, every device holds
@@ -51,8 +61,24 @@ pub struct BackwardTile {
 #[must_use]
 pub const fn small_tile(dim: usize) -> BackwardTile {
     let q = TileShape { block_tiles: 1, simds: 2, team: 1, in_registers: true };
-    BackwardTile { q, kv: TileShape { in_registers: dim > 64, ..q } }
+    BackwardTile { q, kv: TileShape { in_registers: dim > 64, ..q }, bias: Some(q) }
 }
+
+/// Limits that GPUs of NVIDIA have from compute capability 8.0 on.
+const AMPERE: GpuFacts = GpuFacts {
+    cores: 1,
+    simds_per_core: 48,
+    threads_per_group: 1024,
+    shared_per_group: 99 * 1024,
+    shared_per_core: 100 * 1024,
+    reserved_shared: 1024,
+    registers_per_core: 65536,
+    registers_per_thread: 255,
+    multiplies_f32: false,
+    multiplies_bf16: true,
+    rereads_in_cache: true,
+    max_groups: 65535,
+};
 
 /// Types and dimensions that the instances are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +88,14 @@ pub(crate) struct BackwardVariant {
     pub(crate) value_dim: usize,
 }
 
+/// The kernels whose tiles are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Tiled {
+    Q,
+    Kv,
+    Bias,
+}
+
 impl BackwardVariant {
     fn generics(&self) -> Vec<Generic> {
         vec![
@@ -69,6 +103,11 @@ impl BackwardVariant {
             Generic::Usize(self.head_dim),
             Generic::Usize(self.value_dim),
         ]
+    }
+
+    /// The instance of `row_terms`.
+    pub(crate) fn terms_instance(&self) -> Result<Instance, GenericsError> {
+        row_terms::specialise(&[Generic::Type(scalar_type(self.dtype)), Generic::Usize(self.value_dim)])
     }
 
     /// The instance of `backward_q` with a tile.
@@ -86,6 +125,31 @@ impl BackwardVariant {
         backward_kv::specialise(&generics)
     }
 
+    /// The instance of `backward_bias` with a tile.
+    pub(crate) fn bias_instance(&self, tile: TileShape) -> Result<Instance, GenericsError> {
+        let mut generics = self.generics();
+        generics.extend([1, tile.block_tiles, tile.simds, tile.team].map(Generic::Usize));
+        backward_bias::specialise(&generics)
+    }
+
+    fn instance(&self, kernel: Tiled, tile: TileShape) -> Result<Instance, GenericsError> {
+        match kernel {
+            Tiled::Q => self.q_instance(tile),
+            Tiled::Kv => self.kv_instance(tile),
+            Tiled::Bias => self.bias_instance(tile),
+        }
+    }
+
+    /// Columns of the sums that a thread's row has in registers.
+    fn sum_columns(&self, kernel: Tiled, tile: TileShape) -> usize {
+        let [of_q, of_v] = [self.head_dim, self.value_dim].map(|dim| dim.next_multiple_of(16));
+        match kernel {
+            Tiled::Q => of_q,
+            Tiled::Kv => of_q + of_v,
+            Tiled::Bias => tile.team * tile.block_rows(),
+        }
+    }
+
     /// Registers of a thread: kept operands, sums of `sum_columns` columns, both products of a block, and words on their way.
     fn registers(&self, tile: TileShape, sum_columns: usize) -> usize {
         let element = scalar_type(self.dtype);
@@ -99,11 +163,20 @@ impl BackwardVariant {
 }
 
 impl BackwardTile {
+    /// The tiles of all kernels that suit GPUs of NVIDIA.
+    pub(crate) fn default_of(variant: &BackwardVariant) -> Result<Self, Unsupported> {
+        Self::of(variant, true, &AMPERE)
+    }
+
     /// The tiles of a device: as few SIMD groups to a team as its registers allow, then blocks as long as they and shared memory allow.
-    pub(crate) fn of(variant: &BackwardVariant, facts: &GpuFacts) -> Result<Self, Unsupported> {
-        let BackwardVariant { dtype, head_dim, value_dim } = *variant;
+    /// With `has_bias`, an additive mask has a gradient.
+    pub(crate) fn of(
+        variant: &BackwardVariant,
+        has_bias: bool,
+        facts: &GpuFacts,
+    ) -> Result<Self, Unsupported> {
         // Products that the matrix unit does not have are shuffles and multiply-adds: short blocks keep their code short.
-        let is_multiplied = match dtype {
+        let is_multiplied = match variant.dtype {
             Dtype::F32 => facts.multiplies_f32,
             Dtype::BF16 => facts.multiplies_bf16,
             Dtype::F16 => true,
@@ -119,29 +192,25 @@ impl BackwardTile {
             };
             [1, 2, 4, 8].into_iter().flat_map(of_team)
         };
-        let sums = |dim: usize| dim.next_multiple_of(16);
-        let (of_q, of_kv) = (sums(head_dim), sums(head_dim) + sums(value_dim));
-        let choose = |shapes: Vec<TileShape>, is_q: bool| {
-            let columns = if is_q { of_q } else { of_kv };
-            let shared = |shape| {
-                let made = if is_q { variant.q_instance(shape) } else { variant.kv_instance(shape) };
-                made.map_or(usize::MAX, |instance| instance.shared_bytes())
-            };
+        let choose = |kernel: Tiled, shapes: Vec<TileShape>| {
             let mut least = usize::MAX;
             let found = shapes.into_iter().find(|&shape| {
-                let has_threads = is_q || shape.block_tiles <= 2 * shape.simds;
-                if !has_threads || variant.registers(shape, columns) > facts.registers_per_thread {
+                let has_threads = kernel != Tiled::Kv || shape.block_tiles <= 2 * shape.simds;
+                let registers = variant.registers(shape, variant.sum_columns(kernel, shape));
+                if !has_threads || registers > facts.registers_per_thread {
                     return false;
                 }
-                let needed = shared(shape);
+                let made = variant.instance(kernel, shape);
+                let needed = made.map_or(usize::MAX, |instance| instance.shared_bytes());
                 least = least.min(needed);
                 needed <= facts.shared_per_group
             });
             let available = facts.shared_per_group;
             found.ok_or(Unsupported::SharedMemory { needed: least, available })
         };
-        let q = choose(shapes(true).collect(), true)?;
-        let kv = choose(shapes(false).chain(shapes(true)).collect(), false)?;
-        Ok(Self { q, kv })
+        let q = choose(Tiled::Q, shapes(true).collect())?;
+        let kv = choose(Tiled::Kv, shapes(false).chain(shapes(true)).collect())?;
+        let bias = has_bias.then(|| choose(Tiled::Bias, shapes(true).collect())).transpose()?;
+        Ok(Self { q, kv, bias })
     }
 }

@@ -88,6 +88,7 @@ pub struct BackwardResults<M> {
     d_k: GpuArray<M>,
     d_v: GpuArray<M>,
     d_sinks: Option<M>,
+    d_bias: Option<M>,
     d_alibi_slopes: Option<M>,
 }
 
@@ -100,7 +101,7 @@ impl<M: DeviceMemory> BackwardResults<M> {
         device: &D,
         gradients: &Gradients<'_>,
     ) -> Result<Self, SessionError<D::Error>> {
-        let Gradients { d_q, d_k, d_v, d_sinks, d_alibi_slopes, .. } = gradients;
+        let Gradients { d_q, d_k, d_v, d_sinks, d_bias, d_alibi_slopes, .. } = gradients;
         let list = |list: &Option<&mut [f32]>| {
             let new = |list: &&mut [f32]| device.uninit(ScalarType::F32, list.len().max(1));
             list.as_ref().map(new).transpose().map_err(SessionError::device)
@@ -110,6 +111,7 @@ impl<M: DeviceMemory> BackwardResults<M> {
             d_k: GpuArray::uninit(device, d_k.dtype(), d_k.shape())?,
             d_v: GpuArray::uninit(device, d_v.dtype(), d_v.shape())?,
             d_sinks: list(d_sinks)?,
+            d_bias: list(d_bias)?,
             d_alibi_slopes: list(d_alibi_slopes)?,
         })
     }
@@ -121,6 +123,7 @@ impl<M: DeviceMemory> BackwardResults<M> {
             d_k: self.d_k.view_mut(),
             d_v: self.d_v.view_mut(),
             d_sinks: self.d_sinks.as_mut().map(M::view_mut),
+            d_bias: self.d_bias.as_mut().map(M::view_mut),
             d_alibi_slopes: self.d_alibi_slopes.as_mut().map(M::view_mut),
         }
     }
@@ -137,8 +140,11 @@ impl<M: DeviceMemory> BackwardResults<M> {
         self.d_q.download(device, &mut gradients.d_q)?;
         self.d_k.download(device, &mut gradients.d_k)?;
         self.d_v.download(device, &mut gradients.d_v)?;
-        let lists =
-            [(&self.d_sinks, &mut gradients.d_sinks), (&self.d_alibi_slopes, &mut gradients.d_alibi_slopes)];
+        let lists = [
+            (&self.d_sinks, &mut gradients.d_sinks),
+            (&self.d_bias, &mut gradients.d_bias),
+            (&self.d_alibi_slopes, &mut gradients.d_alibi_slopes),
+        ];
         for (memory, list) in lists {
             if let (Some(memory), Some(list)) = (memory, list) {
                 read_list(device, memory, list).map_err(SessionError::device)?;

@@ -31,7 +31,7 @@ use flashtile_kernel::prelude::*;
 
 /// Terms of a lane's rows.
 #[device]
-fn terms_of_rows<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
+pub fn terms_of_rows<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
     tile: RowTile,
     memory: TermMemory,
     params: &Attend,
@@ -54,7 +54,7 @@ fn terms_of_rows<const ROW_TILES: usize, const TEAM_SIMDS: usize>(
 
 /// Queries, or rows of `d_out`, for [`qk_block`].
 #[device]
-fn operands_of<T: Element, const PAIRS: usize, const ROW_TILES: usize>(
+pub fn operands_of<T: Element, const PAIRS: usize, const ROW_TILES: usize>(
     lefts: [[[Left<T>; 2]; PAIRS]; ROW_TILES],
 ) -> Queries<T, PAIRS, ROW_TILES> {
     let operands = Queries::<T, PAIRS, ROW_TILES> {
@@ -113,16 +113,16 @@ fn pairs_of_block<const ROW_TILES: usize, const SCORE_TILES: usize>(
 
 /// Keys that the rows of a tile see.
 #[device]
-struct TileKeys {
+pub struct TileKeys {
     /// Keys that rows of the SIMD group's team see.
-    own: KeyRange,
+    pub own: KeyRange,
     /// Keys that rows of the threadgroup see.
-    all: KeyRange,
+    pub all: KeyRange,
 }
 
 /// The keys that the rows of a tile see, as far as no mask hides them.
 #[device]
-fn keys_of_tile<const ROW_TILES: usize, const SIMD_GROUPS: usize, const TEAM_SIMDS: usize>(
+pub fn keys_of_tile<const ROW_TILES: usize, const SIMD_GROUPS: usize, const TEAM_SIMDS: usize>(
     tile: RowTile,
     params: &Attend,
     has: Features,
@@ -139,14 +139,14 @@ fn keys_of_tile<const ROW_TILES: usize, const SIMD_GROUPS: usize, const TEAM_SIM
 
 /// Returns true if some row may not see some key from `first` on, up to `end`.
 #[device]
-fn is_partial(keys: KeyRange, first: u32, end: u32, has: Features) -> bool {
+pub fn is_partial(keys: KeyRange, first: u32, end: u32, has: Features) -> bool {
     has.mask || (first as i32) < keys.full_low || end as i32 > keys.full_high
 }
 
 /// Products of a team's rows with a block of keys and of values. By all threads of the threadgroup.
 #[device]
 #[inline(always)]
-fn products_of_block<
+pub fn products_of_block<
     T: Element,
     const K_COLUMNS: usize,
     const V_COLUMNS: usize,
