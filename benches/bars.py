@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the speed of recorded rows beside that of peers, as bars in an SVG: GFLOP/s of prefill, GB/s of decode.
+"""Draws the speed of recorded rows beside that of peers, as bars in an SVG: GFLOP/s of prefill and of the
+backward pass, GB/s of decode.
 
     benches/bars.py ROWS.jsonl --svg speed.svg [--kind prefill] [--dtype f32,bf16] [--title TEXT] ...
 
@@ -21,7 +22,7 @@ Ours = namedtuple("Ours", "line key seconds rate limit unit threads compared")
 # One group of bars: `speeds` are (name, rate), flashtile first.
 Case = namedtuple("Case", "key unit threads limit speeds")
 
-KINDS, DTYPES = ("prefill", "decode"), ("f32", "f16", "bf16")
+KINDS, DTYPES = ("prefill", "backward", "decode"), ("f32", "f16", "bf16")
 NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
 
 # Colours on a light page, and on a dark one where a colour would not stand out from it.
@@ -34,7 +35,7 @@ PEERS = ("#7f93a8", "#aebbc8", "#5f7388", "#c9a86a", "#8fb39a", "#b08fb3", "#b3a
 WIDTH, MARGIN, SIZE, LINE, TITLE = 800, 20, 13, 18, 17
 BAR, GAP, BETWEEN_GROUPS, VALUES, LABELS = 14, 2, 13, 112, 330
 # Limits up to this factor beyond the fastest bar are drawn; a farther one would leave no room for the bars.
-FAR = {"prefill": 1.7, "decode": 3}
+FAR = {"prefill": 1.7, "backward": 1.7, "decode": 3}
 # The bar of a row with a shared prefix that is read once for each of the sequences.
 APART = "flashtile, the prefix read for each sequence"
 
@@ -77,7 +78,7 @@ def key_of(row):
     causal, lens, window = row.get("causal") or False, row.get("lens") or [], row.get("window")
     demand(causal in (True, False), "expected true or false causal")
     kind = text(row, "kind")
-    demand(kind in KINDS, f'kind "{kind}", expected prefill or decode')
+    demand(kind in KINDS, f'kind "{kind}", expected {" or ".join(KINDS)}')
     return Key(
         kind, text(row, "dtype"), d, number(row, "dv", d), h, number(row, "hkv", h), number(row, "b", 1), number(row, "s"), causal,
         tuple(window) if window else None, text(row, "layout", "dense"), number(row, "shared", 0),
@@ -86,7 +87,7 @@ def key_of(row):
 
 
 def ours_of(line, key, row):
-    rate = 1e9 * positive(row, "gflops" if key.kind == "prefill" else "gbytes_per_s")
+    rate = 1e9 * positive(row, "gbytes_per_s" if key.kind == "decode" else "gflops")
     # A peer of this name is an earlier build.
     peers = (row.get("peers") or {}).items()
     compared = {"flashtile, earlier" if name == "flashtile" else name: positive(of, "seconds", f" of {name}") for name, of in peers}
@@ -159,7 +160,7 @@ def significant(x):
 
 
 def rate(kind, x):
-    unit = "FLOP/s" if kind == "prefill" else "B/s"
+    unit = "B/s" if kind == "decode" else "FLOP/s"
     scale, prefix = next(((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if x >= s), (1e6, "M"))
     return f"{significant(x / scale)} {prefix}{unit}"
 
@@ -255,7 +256,7 @@ def ticks(end, count=6):
 
 
 def document(all_cases, title):
-    panel = lambda of: (of.key.kind == "decode", DTYPES.index(of.key.dtype) if of.key.dtype in DTYPES else -1, of.key.dtype)
+    panel = lambda of: (KINDS.index(of.key.kind), DTYPES.index(of.key.dtype) if of.key.dtype in DTYPES else -1, of.key.dtype)
     all_cases = sorted(all_cases, key=lambda of: (panel(of), of.key[2:6], of.key.b, of.key.s, of.key.causal))
     names = list(dict.fromkeys(name for of in all_cases for name, _ in of.speeds))
     all_cases = [of._replace(speeds=sorted(of.speeds, key=lambda speed: names.index(speed[0]))) for of in all_cases]
@@ -311,7 +312,7 @@ class Panel:
         self.has_limit = self.limits[1] <= FAR[self.kind] * self.fastest
         end = max(self.fastest, self.limits[1] if self.has_limit else 0)
         self.scale, prefix = (1e12, "T") if end >= 2e12 else (1e9, "G")
-        self.unit, self.end = prefix + ("FLOP/s" if self.kind == "prefill" else "B/s"), end / self.scale
+        self.unit, self.end = prefix + ("B/s" if self.kind == "decode" else "FLOP/s"), end / self.scale
 
     def draw(self, svg, top, longest):
         """Draws the panel below `top`, and returns where it ends. Labels of the picture are at most `longest` wide."""
@@ -341,7 +342,7 @@ class Panel:
         """The common facts and the limits, in lines that fit."""
         low, high = (rate(self.kind, limit) for limit in self.limits)
         limits = high if low == high else f"{low} to {high}"
-        name = "arithmetic limit" if self.kind == "prefill" else "read bandwidth"
+        name = "read bandwidth" if self.kind == "decode" else "arithmetic limit"
         lines = [""]
         for word in f"{self.common}; {name} {limits}{'' if self.has_limit else ', beyond the axis'}".split(" "):
             if not lines[-1]:
@@ -377,7 +378,7 @@ def main():
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl")
     parser.add_argument("--svg", type=Path, required=True, metavar="FILE")
     parser.add_argument("--title", metavar="TEXT")
-    parser.add_argument("--kind", type=names, default=[], metavar="LIST", help="of prefill and decode")
+    parser.add_argument("--kind", type=names, default=[], metavar="LIST", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--dtype", type=names, default=[], metavar="LIST")
     parser.add_argument("--peers", type=names, default=[], metavar="LIST", help="peers whose names start with one of these")
     for option in ("--head-dim", "--seq", "--kv-heads", "--batch"):

@@ -37,6 +37,10 @@ awk -v load="$load" 'BEGIN { exit load > 0.5 }' ||
 : > "$out/peers.jsonl"
 if [ -n "$peers" ]; then
     python3 "$here/peers/run.py" "$out" --only "$peers" --cpus "$cpus" --seconds "$seconds" "${few[@]}" || [ -s "$out/missing.txt" ]
+    # PyTorch alone has a backward pass.
+    case ",$peers," in *,torch,*)
+        python3 "$here/peers/run.py" "$out" --only torch --cpus "$cpus" --seconds "$seconds" --head-dim "$dims" backward || [ -s "$out/missing.txt" ] ;;
+    esac
 fi
 
 cp "$out/peers.jsonl" "$out/rows.jsonl"
@@ -56,6 +60,7 @@ small=$(tr , '\n' <<< "$dims" | { grep -xE '32|64' || true; } | paste -sd,)
 [ -z "$decoded" ] || shape decode-int8 '"contiguous int8"' decode --seq "$peer_cached" --head-dim "$decoded" --dtype f32 --cache contiguous --codec int8
 shape prefill-avx2 '' prefill --isa avx2 --seq 2048 --head-dim "$dims"
 [ -z "$decoded" ] || shape decode-avx2 '' decode --isa avx2 --seq "$cached" --head-dim "$decoded"
+shape backward '"backward"' backward --seq 2048 --head-dim "$dims"
 if [ -s "$out/missing.txt" ]; then
     echo "These peers have no rows, or not all:" >&2
     cat "$out/missing.txt" >&2

@@ -4,8 +4,8 @@
 #   benches/gpu.sh FLASHTILE [OUT [STEP...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured if python3 has torch. Steps, all by default: check, tests, prefill, decode, portable (portable and native
-# kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize (if compute-sanitizer is
+# are measured if python3 has torch. Steps, all by default: check, tests, prefill, decode, backward, portable (portable and
+# native kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize (if compute-sanitizer is
 # installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, of crates/kernel,
 # except its tests of rustc's messages, if KERNEL_TESTS names that crate's, of the building blocks of Hopper's kernels if UNIT_TESTS
 # names the unit tests of crates/cuda, and of the Python package on tensors of PyTorch if WHEELS names a folder with its wheel, pytest
@@ -16,7 +16,7 @@ flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
 shift $(($# < 2 ? $# : 2))
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(check tests prefill decode portable kernels start sanitize)
+[ ${#steps[@]} -gt 0 ] || steps=(check tests prefill decode backward portable kernels start sanitize)
 root=$(dirname "$(dirname "$(realpath "$0")")")
 mkdir -p "$out"
 cd "$root"
@@ -170,6 +170,18 @@ if wants decode; then
     done
     step "lengths: the same sum, equal and from 100 to 16000"
     compare decode "" decode --head-dim 128 --batch 64 --seq 8050,100..16000 --cache contiguous
+fi
+
+if wants backward; then
+    step "backward pass: 16 heads"
+    for d in 64 128; do
+        for s in 2048 4096 16384; do
+            compare backward "backward $d $s 1 16" backward --head-dim $d --heads 16 --seq $s
+        done
+        compare backward "backward $d 4096 1 32 8" backward --head-dim $d --heads 32 --kv-heads 8 --seq 4096
+    done
+    dtype=f16 compare backward "" backward --head-dim 128 --heads 16 --seq 4096
+    dtype=f32 compare backward "" backward --head-dim 64 --heads 16 --seq 2048
 fi
 
 if wants portable; then

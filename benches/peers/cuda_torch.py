@@ -4,9 +4,11 @@
     cuda_torch.py OUT.jsonl prefill D S [BATCH [HEADS [KV_HEADS [VALUE_DIM [WINDOW]]]]] -- decode D KEYS BATCH HEADS KV_HEADS -- ...
 
 Each group of arguments is one problem in bf16; prefill is measured with and without a causal mask, with a window of WINDOW keys before
-a query only with it. Measured are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN; FlashAttention-4 for
-prefill if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows; FlashInfer over pages of 16 tokens for
-decode if its package is (PyPI: flashinfer-python; it compiles its kernels first, by nvcc and ninja); and flashtile if its package is.
+a query only with it. `backward` takes the numbers of prefill, and is the backward pass alone: the gradients of q, k and v by autograd, over
+a graph that one forward pass made and that is kept. Measured are the backends of `scaled_dot_product_attention`, FlashAttention-2 and cuDNN;
+FlashAttention-4 for prefill and backward if its package `flash_attn.cute` is installed (PyPI: flash-attn-4), which alone has windows;
+FlashInfer over pages of 16 tokens for decode if its package is (PyPI: flashinfer-python; it compiles its kernels first, by nvcc and ninja); and
+flashtile if its package is.
 A round replays one CUDA graph of each in random order, so that all of them find the device at the same temperature and power; the
 second-level cache is emptied before each replay. Times are medians over all rounds.
 
@@ -73,11 +75,11 @@ def over_pages(q, k, v):
 
 
 def implementations(problem, causal, q, k, v):
-    """Functions that compute one problem, by name."""
+    """Functions that compute one problem: names, functions, and the tensors whose gradients the backward pass is of."""
     window = problem["window"]
     if flashtile:
         options = {"causal": causal} | ({"window": (window, 0)} if window else {})
-        yield "flashtile", lambda: flashtile.attention(q, k, v, **options)
+        yield "flashtile", lambda: flashtile.attention(q, k, v, **options), (q, k, v)
     if not window:
         for name, backend in BACKENDS.items():
 
@@ -85,19 +87,39 @@ def implementations(problem, causal, q, k, v):
                 with sdpa_kernel(backend):
                     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
-            yield name, sdpa
+            yield name, sdpa, (q, k, v)
     if flashinfer and problem["kind"] == "decode" and problem["d"] == problem["dv"] and problem["s"] % PAGE_SIZE == 0:
-        yield "flashinfer", over_pages(q, k, v)
-    if flash_attn_func and problem["kind"] == "prefill":
+        yield "flashinfer", over_pages(q, k, v), (q, k, v)
+    if flash_attn_func and problem["kind"] != "decode":
         # Rows of all heads of a token are neighbours there.
-        tokens = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        tokens = [x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad) for x in (q, k, v)]
         of_tokens = {"causal": causal} | ({"window_size": (window, 0)} if window else {})
 
         def fa4():
             out = flash_attn_func(*tokens, **of_tokens)
             return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-        yield "fa4", fa4
+        yield "fa4", fa4, tokens
+
+
+def backward_of(forward, leaves, d_out, of_tokens):
+    """A function that computes the gradients of a forward pass, [batch, heads, rows, dim]. Its first call runs the forward pass, on whose
+    stream autograd computes the gradients."""
+    kept = []
+
+    def run():
+        if not kept:
+            with torch.enable_grad():
+                kept.append(forward())
+        gradients = torch.autograd.grad(kept[0], leaves, d_out, retain_graph=True)
+        return tuple(gradient.transpose(1, 2) if of_tokens else gradient for gradient in gradients)
+
+    return run
+
+
+def flat(out):
+    """An answer, or several one after another."""
+    return torch.cat([x.flatten() for x in out]) if isinstance(out, tuple) else out
 
 
 def captured(run, stream):
@@ -138,6 +160,7 @@ def seconds(graphs, stream):
 def operations(problem, causal):
     """Multiplications and additions over visible pairs."""
     d, dv, s, b, h = (problem[name] for name in ("d", "dv", "s", "b", "h"))
+    products = 5 if problem["kind"] == "backward" else 2
     if problem["kind"] == "decode":
         pairs = s
     elif causal:
@@ -145,7 +168,7 @@ def operations(problem, causal):
         pairs = sum(min(row, before) + 1 for row in range(s))
     else:
         pairs = s * s
-    return 2 * (d + dv) * h * b * pairs
+    return products * (d + dv) * h * b * pairs
 
 
 def difference(out, want):
@@ -157,14 +180,19 @@ def difference(out, want):
 def measured(problem):
     """Measures one problem: peers' rows, the lines of a table, and whether answers agree."""
     d, dv, s, b, h, hkv = (problem[name] for name in ("d", "dv", "s", "b", "h", "hkv"))
-    is_prefill = problem["kind"] == "prefill"
+    is_prefill, is_backward = problem["kind"] != "decode", problem["kind"] == "backward"
     q = torch.randn(b, h, s if is_prefill else 1, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hkv, s, dim, device="cuda", dtype=torch.bfloat16) for dim in (d, dv))
+    d_out = torch.randn(b, h, s, dv, device="cuda", dtype=torch.bfloat16) if is_backward else None
+    for x in (q, k, v):
+        x.requires_grad_(is_backward)
     both = is_prefill and not problem["window"]
     rows, lines, agree = [], [], True
     for causal in (False, True) if both else (is_prefill,):
         stream, graphs, want, errors = torch.cuda.Stream(), {}, None, {}
-        for name, run in implementations(problem, causal, q, k, v):
+        for name, run, leaves in implementations(problem, causal, q, k, v):
+            if is_backward:
+                run = backward_of(run, leaves, d_out, of_tokens=name == "fa4")
             try:
                 with torch.no_grad():
                     graphs[name], out = captured(run, stream)
@@ -172,6 +200,7 @@ def measured(problem):
                 print(f"{problem}: {name}: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
                 agree &= name != "flashtile"
                 continue
+            out = flat(out)
             want = out.clone() if want is None else want
             errors[name] = difference(out, want)
         if not graphs:

@@ -13,7 +13,7 @@ use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::engine::{Engine, PortableEngine};
 use flashtile_gpu::session::Session;
 use flashtile_gpu::tile::{PortableTile, Tiling};
-use flashtile_gpu::uploaded_run::UploadedRun;
+use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use flashtile_kernel::HostAccess;
 use flashtile_kernel::source::Shape;
 use std::ops::Range;

@@ -14,13 +14,16 @@
 //! ```
 
 mod attention;
+mod backward;
 mod data;
 mod device;
 mod plain;
 mod rows;
 
+use backward::Answer;
 use data::{Find, Want};
 use device::Watched;
+use flashtile_gpu::kernels::backward::{d_bias, d_kv, d_q, row_terms, sum_rows};
 use flashtile_gpu::kernels::copy;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
 use flashtile_gpu::kernels::{cache, decode, encode, mask_tiles, merge, prefill, rotation};
@@ -43,7 +46,7 @@ pub struct Workload {
 }
 
 /// The benchmark of every kernel.
-pub static WORKLOADS: [Workload; 10] = [
+pub static WORKLOADS: [Workload; 15] = [
     Workload {
         kernel: &decode::decode::KERNEL,
         small: &[
@@ -119,7 +122,35 @@ pub static WORKLOADS: [Workload; 10] = [
         small: &[Shape { sizes: &[("queries", 100), ("keys", 300)] }],
         job: |shape, _| plain::mask_tiles(shape).map(Job::from),
     },
+    Workload {
+        kernel: &row_terms::row_terms::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 64)] }],
+        job: |shape, _| backward::terms(shape).map(Job::from),
+    },
+    Workload {
+        kernel: &d_q::backward_q::KERNEL,
+        small: &[BACKWARD],
+        job: |shape, _| backward::products(shape, Answer::DQ).map(Job::from),
+    },
+    Workload {
+        kernel: &d_kv::backward_kv::KERNEL,
+        small: &[BACKWARD],
+        job: |shape, _| backward::products(shape, Answer::DK).map(Job::from),
+    },
+    Workload {
+        kernel: &d_bias::backward_bias::KERNEL,
+        small: &[BACKWARD],
+        job: |shape, _| backward::products(shape, Answer::DBias).map(Job::from),
+    },
+    Workload {
+        kernel: &sum_rows::sum_rows::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("heads", 2)] }],
+        job: |shape, _| backward::sums(shape).map(Job::from),
+    },
 ];
+
+/// The small shape of kernels of the backward pass that multiply.
+const BACKWARD: Shape = Shape { sizes: &[("batch", 1), ("length", 40), ("heads", 2), ("dim", 64)] };
 
 /// Inputs of a kernel and the expected answer.
 struct Job {
@@ -130,6 +161,7 @@ struct Job {
 /// The computation of a job, with its tensors on the host.
 enum Work {
     Attention(Box<attention::Work>),
+    Backward(Box<backward::Work>),
     Rows(Box<rows::Work>),
     Plain(Box<plain::Work>),
 }
@@ -143,7 +175,7 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!(Attention attention Rows rows Plain plain);
+jobs!(Attention attention Backward backward Rows rows Plain plain);
 
 /// A [`Work`] whose tensors lie in the memory of a device.
 enum Placed<D: HostAccess + Clone>
@@ -151,6 +183,7 @@ where
     D::Memory: 'static,
 {
     Attention(Box<attention::Placed<D>>),
+    Backward(Box<backward::Placed<D>>),
     Rows(Box<rows::Placed<D>>),
     Plain(Box<plain::Placed<D>>),
 }
@@ -163,6 +196,7 @@ impl Work {
     ) -> Result<Placed<D>, String> {
         Ok(match self {
             Self::Attention(work) => Placed::Attention(Box::new(work.place(device, find)?)),
+            Self::Backward(work) => Placed::Backward(Box::new(work.place(device, find)?)),
             Self::Rows(work) => Placed::Rows(Box::new(work.place(device, find)?)),
             Self::Plain(work) => Placed::Plain(Box::new(work.place(device, find)?)),
         })
@@ -173,14 +207,16 @@ impl<D: HostAccess<Memory: 'static> + Clone> Placed<D> {
     fn launch(&mut self) -> Result<(), String> {
         match self {
             Self::Attention(placed) => placed.launch(),
+            Self::Backward(placed) => placed.launch(),
             Self::Rows(placed) => placed.launch(),
             Self::Plain(placed) => placed.launch(),
         }
     }
 
-    fn answer(&self) -> Result<Vec<f64>, String> {
+    fn answer(&mut self) -> Result<Vec<f64>, String> {
         match self {
             Self::Attention(placed) => placed.answer(),
+            Self::Backward(placed) => placed.answer(),
             Self::Rows(placed) => placed.answer(),
             Self::Plain(placed) => placed.answer(),
         }
@@ -286,7 +322,7 @@ impl Workload {
         let mut all = (0..sets).map(|_| job.work.place(&watched, None)).collect::<Result<Vec<_>, _>>()?;
         all.iter_mut().try_for_each(Placed::launch)?;
         let error = all
-            .iter()
+            .iter_mut()
             .try_fold(0.0f64, |worst, placed| Ok::<_, String>(worst.max(job.error(&placed.answer()?))))?;
         watched.only.set(true);
         let mut turn = 0;

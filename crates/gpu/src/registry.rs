@@ -1,7 +1,7 @@
 //! The kernels, and the instances of them that plans use most.
 
-use crate::codecs::hadamard_order;
 use crate::backward::tile::{BackwardTile, BackwardVariant};
+use crate::codecs::hadamard_order;
 use crate::encoding;
 use crate::kernels::backward::{d_bias, d_kv, d_q, row_terms, sum_rows};
 use crate::kernels::mask_tiles::mask_tiles;
@@ -123,7 +123,8 @@ pub fn metal_instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance,
     match kernel.name {
         "prefill" => {
             check(variant, kernel)?;
-            let tile = PortableTile::prefill_on(variant, &M1).ok_or(VariantError::Tile { kernel: kernel.name })?;
+            let tile =
+                PortableTile::prefill_on(variant, &M1).ok_or(VariantError::Tile { kernel: kernel.name })?;
             tile.instance(variant).map_err(VariantError::Generics)
         }
         "backward_q" | "backward_kv" | "backward_bias" => {

@@ -11,8 +11,8 @@ use crate::tile::PortableTile;
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, Sequence, Sequences};
-use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::Instance;
+use flashtile_kernel::source::GenericsError;
 
 /// The launches of the backward pass of a problem.
 #[derive(Debug, Clone)]
@@ -57,7 +57,7 @@ impl PortableBackwardPlan {
         if !options.skip_tiles {
             return Err(Unsupported::SkipTiles);
         }
-        let tile = BackwardTile::of(&variant_of(problem), has_bias(problem), facts)?;
+        let tile = BackwardTile::of(&BackwardVariant::of(problem), has_bias(problem), facts)?;
         let plan = Self::with_tile(problem, tile)?;
         let max = facts.max_groups;
         let others = [&plan.terms, &plan.q, &plan.kv].map(|step| step.groups[2] as usize);
@@ -77,7 +77,7 @@ impl PortableBackwardPlan {
         }
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
-        let variant = variant_of(problem);
+        let variant = BackwardVariant::of(problem);
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
         let longest = |of: fn(&Sequence) -> usize| problem.sequences().iter().map(of).max().unwrap_or(0);
         let is_packed = matches!(desc.sequences, Sequences::Packed { .. });
@@ -163,9 +163,4 @@ impl PortableBackwardPlan {
 /// Returns true if the problem has a mask whose gradient may be asked for.
 fn has_bias(problem: &Problem) -> bool {
     matches!(problem.desc().mask, Some(MaskKind::Additive(_)))
-}
-
-fn variant_of(problem: &Problem) -> BackwardVariant {
-    let dims = problem.dims();
-    BackwardVariant { dtype: problem.dtype(), head_dim: dims.head_dim, value_dim: dims.value_dim }
 }

@@ -10,6 +10,7 @@ use crate::kernels::backward::row_terms::row_terms;
 use crate::kernels::prefill::block::block_columns;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::Problem;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance};
 
@@ -97,6 +98,12 @@ enum Tiled {
 }
 
 impl BackwardVariant {
+    /// The types and dimensions of a problem.
+    pub(crate) const fn of(problem: &Problem) -> Self {
+        let dims = problem.dims();
+        Self { dtype: problem.dtype(), head_dim: dims.head_dim, value_dim: dims.value_dim }
+    }
+
     fn generics(&self) -> Vec<Generic> {
         vec![
             Generic::Type(scalar_type(self.dtype)),
@@ -163,6 +170,14 @@ impl BackwardVariant {
 }
 
 impl BackwardTile {
+    /// Tiles for a problem on GPUs of NVIDIA from compute capability 8.0 on.
+    ///
+    /// # Errors
+    /// [`Unsupported::SharedMemory`].
+    pub fn default_for(problem: &Problem) -> Result<Self, Unsupported> {
+        Self::default_of(&BackwardVariant::of(problem))
+    }
+
     /// The tiles of all kernels that suit GPUs of NVIDIA.
     pub(crate) fn default_of(variant: &BackwardVariant) -> Result<Self, Unsupported> {
         Self::of(variant, true, &AMPERE)

@@ -164,7 +164,7 @@ fn store_mask<const ROWS: usize, const COLUMNS: usize, const SIMD_GROUPS: usize>
     requires(neg_lse.len() as u64 >= params.rows() && delta.len() as u64 >= params.rows(), "terms of each row"),
     bench(
         shape(batch = [1, 1], length = [4096, 4096], heads = [16, 16], dim = [64, 128]),
-        bytes = 12 * batch * length * heads * dim,
+        bytes = 8 * batch * length * heads * dim + 8 * heads * length * length,
         flops = 4 * batch * heads * length * length * dim,
         tolerance = 0.02,
     ),
