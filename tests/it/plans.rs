@@ -2,7 +2,9 @@
 //!
 //! `FLASHTILE_BLESS=1` rewrites the table; review the difference before committing it.
 
-use flashtile::plan::{CudaFacts, NATIVE_CAPABILITY, PortableTile, Sm80Tile, isa_for, machines};
+use flashtile::plan::{
+    CudaFacts, NATIVE_CAPABILITY, PortableTile, Sm80Tile, isa_for, known_machines, machines,
+};
 use flashtile::{
     Codec, CpuPlan, CudaPlan, Dtype, HeadShape, KernelChoice, MaskKind, PlanOptions, ProblemDesc, QOffset,
     SeqLens, Unsupported, Visibility,
@@ -78,6 +80,40 @@ fn problems() -> Vec<Case> {
     ]
 }
 
+/// Problems of training.
+fn backward_problems() -> Vec<Case> {
+    let bf16 = |name: &str, dims| Case::new(name, dims, Dtype::BF16);
+    vec![
+        bf16("llama-train-4096", [1, 32, 8, 4096, 4096, 128, 128]).causal(QOffset::TopLeft),
+        bf16("gemma-train-4096", [1, 8, 4, 4096, 4096, 256, 256])
+            .softcap(50.0)
+            .causal(QOffset::TopLeft)
+            .seeing(Visibility::window(Some(1023), None)),
+        bf16("mla-train", [1, 16, 16, 1024, 1024, 192, 128]).causal(QOffset::TopLeft),
+        Case::new("bert-train-packed", [1, 12, 12, 0, 0, 64, 64], Dtype::F16)
+            .packed(&[(100, 100), (500, 500)]),
+        Case::new("t5-train-bias", [4, 12, 12, 512, 512, 64, 64], Dtype::F32).mask(
+            MaskKind::Additive(Dtype::F32),
+            "b",
+            MaskFill::Random,
+        ),
+        Case::new("d512-train", [1, 4, 4, 1024, 1024, 512, 512], Dtype::F32),
+    ]
+}
+
+/// Plans of the backward pass for every known machine.
+fn backward_table(text: &mut String) {
+    for case in backward_problems() {
+        let problem = case.desc.validate().unwrap();
+        writeln!(text, "{} backward", case.name).unwrap();
+        for (machine, facts) in known_machines() {
+            let plan = facts.plan_backward(&problem, PlanOptions::default());
+            let plan = plan.map_or_else(|refusal| format!("refused, {refusal}"), |plan| plan.to_string());
+            writeln!(text, "  {machine}: {plan}").unwrap();
+        }
+    }
+}
+
 fn table() -> String {
     let mut text = String::new();
     for case in problems() {
@@ -106,6 +142,7 @@ fn table() -> String {
             line(machine, plan.map(|plan| format!("{} {plan}", kernel(&plan))));
         }
     }
+    backward_table(&mut text);
     text
 }
 

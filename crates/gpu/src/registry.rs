@@ -245,7 +245,11 @@ mod tests {
             assert!(threads <= limits.threads && bytes <= limits.shared_bytes, "{}", instance.entry());
         }
         let of = |all: &[Instance], name: &str| {
-            let of = all.iter().filter(|i| (i.kernel().name == "prefill") == (name == "prefill"));
+            let tiled = |i: &&Instance| {
+                ["prefill", "backward_q", "backward_kv", "backward_bias"].contains(&i.kernel().name)
+            };
+            let of =
+                all.iter().filter(|i| if name == "others" { !tiled(i) } else { i.kernel().name == name });
             of.map(Instance::entry).collect::<Vec<_>>()
         };
         assert_eq!(of(&all, "others"), of(&metal, "others"));

@@ -139,6 +139,16 @@ impl BackwardVariant {
         backward_bias::specialise(&generics)
     }
 
+    /// Why no tile has registers enough.
+    fn too_wide(&self) -> String {
+        let Self { dtype, head_dim, value_dim } = *self;
+        let dims =
+            if value_dim == head_dim { head_dim.to_string() } else { format!("{head_dim} and {value_dim}") };
+        format!(
+            "backward kernels of {dtype} with head dimension {dims} take more registers than a thread has"
+        )
+    }
+
     fn instance(&self, kernel: Tiled, tile: TileShape) -> Result<Instance, GenericsError> {
         match kernel {
             Tiled::Q => self.q_instance(tile),
@@ -220,12 +230,46 @@ impl BackwardTile {
                 least = least.min(needed);
                 needed <= facts.shared_per_group
             });
-            let available = facts.shared_per_group;
-            found.ok_or(Unsupported::SharedMemory { needed: least, available })
+            let (needed, available) = (least, facts.shared_per_group);
+            found.ok_or_else(|| match least {
+                usize::MAX => Unsupported::Instance { why: variant.too_wide() },
+                _ => Unsupported::SharedMemory { needed, available },
+            })
         };
         let q = choose(Tiled::Q, shapes(true).collect())?;
         let kv = choose(Tiled::Kv, shapes(false).chain(shapes(true)).collect())?;
         let bias = has_bias.then(|| choose(Tiled::Bias, shapes(true).collect())).transpose()?;
         Ok(Self { q, kv, bias })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machines::ALL_APPLE;
+    use crate::variant::HEAD_DIMS;
+
+    /// Tiles keep the limits of their device, and where f32 is wide there is none.
+    #[test]
+    fn tiles_fit_their_devices() {
+        let devices = ALL_APPLE.into_iter().chain([("ampere", AMPERE)]);
+        for (name, facts) in devices {
+            for (dtype, dim) in Dtype::ALL.into_iter().flat_map(|dtype| HEAD_DIMS.map(|dim| (dtype, dim))) {
+                let variant = BackwardVariant { dtype, head_dim: dim, value_dim: dim };
+                let tile = match BackwardTile::of(&variant, true, &facts) {
+                    Ok(tile) => tile,
+                    Err(why) => {
+                        assert!(dim > 128, "{name} {dtype} {dim}: {why}");
+                        continue;
+                    }
+                };
+                let bias = tile.bias.unwrap();
+                for (kernel, shape) in [(Tiled::Q, tile.q), (Tiled::Kv, tile.kv), (Tiled::Bias, bias)] {
+                    let instance = variant.instance(kernel, shape).unwrap();
+                    assert!(instance.shared_bytes() <= facts.shared_per_group, "{name} {kernel:?} {dim}");
+                    assert!(32 * shape.simds <= facts.threads_per_group, "{name} {kernel:?} {dim}");
+                }
+            }
+        }
     }
 }
