@@ -107,6 +107,11 @@ pub trait Engine {
         false
     }
 
+    /// [`Engine::learn`] of a run of the backward pass.
+    fn learn_backward(&mut self, _plan: &PortableBackwardPlan, _error: &Self::Error) -> bool {
+        false
+    }
+
     /// Forgets the sequences that were written to the device, as they may not have arrived there.
     fn forget_written(_prepared: &mut Self::Prepared) {}
 }
@@ -178,6 +183,33 @@ impl<D> PortableEngine<D> {
         self
     }
 
+    /// The facts for a plan of these kernels, if some of them are known to take fewer threads than the facts say.
+    fn lowered<'a>(
+        &self,
+        facts: GpuFacts,
+        instances: impl IntoIterator<Item = &'a Instance>,
+    ) -> Option<GpuFacts> {
+        let limit = |instance: &Instance| self.thread_limits.get(&instance.entry()).copied();
+        let least = instances.into_iter().filter_map(limit).min()?;
+        (least < facts.threads_per_group).then(|| facts.with_threads_per_group(least))
+    }
+
+    /// Notes how many threads the kernel takes that was refused with an error, if it is one of these and was not known.
+    fn note_limit<'a>(
+        &mut self,
+        refused: Option<(&'static str, u32)>,
+        instances: impl IntoIterator<Item = &'a Instance>,
+    ) -> bool {
+        let Some((kernel, limit)) = refused else { return false };
+        let found = instances.into_iter().find(|instance| instance.kernel().name == kernel);
+        let Some(entry) = found.map(Instance::entry) else { return false };
+        if self.thread_limits.contains_key(&entry) {
+            return false;
+        }
+        self.thread_limits.insert(entry, limit as usize);
+        true
+    }
+
     /// The plan for threadgroups as large as its kernels are known to take.
     fn within_limits(&self, problem: &Problem) -> Result<Plan, Unsupported> {
         let (mut facts, options) = match self.planner {
@@ -186,11 +218,28 @@ impl<D> PortableEngine<D> {
         };
         loop {
             let plan = Plan::new(problem, &facts, options, None)?;
-            match self.thread_limits.get(&plan.launches().entry()) {
-                Some(&limit) if limit < facts.threads_per_group => {
-                    facts = facts.with_threads_per_group(limit);
-                }
-                _ => return Ok(plan),
+            match self.lowered(facts, [plan.launches().first()]) {
+                Some(lower) => facts = lower,
+                None => return Ok(plan),
+            }
+        }
+    }
+
+    /// [`PortableEngine::within_limits`] of the backward pass.
+    fn backward_within_limits(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {
+        let (mut facts, options) = match self.planner {
+            Planner::Device(facts, options) => (facts, options),
+            Planner::Tiling(_) => {
+                let dims = problem.dims();
+                let tile = small_tile(dims.head_dim.max(dims.value_dim));
+                return PortableBackwardPlan::with_tile(problem, tile);
+            }
+        };
+        loop {
+            let plan = PortableBackwardPlan::new(problem, &facts, options)?;
+            match self.lowered(facts, plan.tiled()) {
+                Some(lower) => facts = lower,
+                None => return Ok(plan),
             }
         }
     }
@@ -278,15 +327,11 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
 
     /// A compiled kernel may take fewer threads than its plan has.
     fn learn(&mut self, plan: &Plan, error: &Self::Error) -> bool {
-        let SessionError::Launch(LaunchError::Device(error)) = error else { return false };
-        let (entry, kernel) = (plan.launches().entry(), plan.launches().kernel());
-        match D::thread_limit(error) {
-            Some((of, limit)) if of == kernel && !self.thread_limits.contains_key(&entry) => {
-                self.thread_limits.insert(entry, limit as usize);
-                true
-            }
-            _ => false,
-        }
+        self.note_limit(refused::<D>(error), [plan.launches().first()])
+    }
+
+    fn learn_backward(&mut self, plan: &PortableBackwardPlan, error: &Self::Error) -> bool {
+        self.note_limit(refused::<D>(error), plan.tiled())
     }
 
     fn forget_written(prepared: &mut Self::Prepared) {
@@ -294,18 +339,20 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
     }
 
     fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {
-        let plan = match self.planner {
-            Planner::Device(facts, options) => PortableBackwardPlan::new(problem, &facts, options)?,
-            Planner::Tiling(_) => {
-                let dims = problem.dims();
-                PortableBackwardPlan::with_tile(problem, small_tile(dims.head_dim.max(dims.value_dim)))?
-            }
-        };
+        let plan = self.backward_within_limits(problem)?;
         match self.native {
             None => Ok(plan),
             Some(Native { find, missing }) => {
                 plan.with_native(find).ok_or_else(|| Unsupported::Instance { why: missing(problem) })
             }
         }
+    }
+}
+
+/// The kernel that an error of a launch refused for its threads, and how many it takes.
+fn refused<D: Device>(error: &SessionError<D::Error>) -> Option<(&'static str, u32)> {
+    match error {
+        SessionError::Launch(LaunchError::Device(error)) => D::thread_limit(error),
+        _ => None,
     }
 }

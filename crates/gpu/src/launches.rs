@@ -362,9 +362,9 @@ impl Launches {
         self.kernels.attend.instance().kernel().name
     }
 
-    /// The name of the first kernel's instance.
-    pub fn entry(&self) -> String {
-        self.kernels.attend.instance().entry()
+    /// The first kernel.
+    pub const fn first(&self) -> &Instance {
+        self.kernels.attend.instance()
     }
 
     /// The kernels, each with the values of its `#[constant]` parameters in launches, in order.

@@ -360,16 +360,23 @@ impl<E: Engine> Session<E> {
     ) -> Result<(), E::Error> {
         self.select_backward(desc)?;
         let captures = self.captures()?;
-        let KeptBackward { plan, workspace, is_written, captured } = &mut self.backward[0];
-        backward::tensors::check(plan.problem(), inputs, gradients)?;
-        if !*is_written {
-            workspace.write(&self.device, plan).map_err(SessionError::device)?;
-            *is_written = true;
+        loop {
+            let KeptBackward { plan, workspace, is_written, captured } = &mut self.backward[0];
+            backward::tensors::check(plan.problem(), inputs, gradients)?;
+            if !*is_written {
+                workspace.write(&self.device, plan).map_err(SessionError::device)?;
+                *is_written = true;
+            }
+            *captured |= captures;
+            let result = backward::run::run(&self.device, plan, inputs, gradients, workspace);
+            let result = result.map_err(E::Error::from);
+            if !result.as_ref().is_err_and(|error| self.engine.learn_backward(plan, error)) {
+                self.device.submit();
+                return result;
+            }
+            let plan = self.engine.plan_backward(plan.problem()).map_err(SessionError::from)?;
+            self.keep_backward_plan(plan)?;
         }
-        *captured |= captures;
-        backward::run::run(&self.device, plan, inputs, gradients, workspace)?;
-        self.device.submit();
-        Ok(())
     }
 
     /// Computes the gradients of a description over tensors in host memory: copies them to the device, runs, waits, and copies the gradients

@@ -120,6 +120,11 @@ impl PortableBackwardPlan {
         Some(self)
     }
 
+    /// The kernels whose threads follow from their tiles.
+    pub(crate) fn tiled(&self) -> impl Iterator<Item = &Instance> {
+        [&self.q.instance, &self.kv.instance].into_iter().chain(&self.bias)
+    }
+
     /// Rows of all query heads.
     pub(crate) fn row_count(&self) -> usize {
         self.problem.dims().lse_shape().iter().product()

@@ -74,7 +74,7 @@ const AMPERE: GpuFacts = GpuFacts {
     shared_per_core: 100 * 1024,
     reserved_shared: 1024,
     registers_per_core: 65536,
-    registers_per_thread: 255,
+    registers_per_thread: 256,
     multiplies_f32: false,
     multiplies_bf16: true,
     rereads_in_cache: true,
