@@ -241,6 +241,15 @@ impl<E: Engine> Session<E> {
         Ok(E::planned(&self.plans[0].prepared))
     }
 
+    /// Plans the backward pass of a description and takes memory for its runs, or finds the plan and the memory of an earlier call.
+    ///
+    /// # Errors
+    /// The errors of [`Session::plan`]; [`SessionError::Unsupported`] also where the problem has no gradients.
+    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&BackwardPlan, E::Error> {
+        self.select_backward(desc)?;
+        Ok(&self.backward[0].plan)
+    }
+
     /// Prepares a plan of the caller's, with another tile say, which calls of its description then run.
     ///
     /// # Errors
