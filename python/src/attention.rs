@@ -24,11 +24,18 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    pub(crate) fn new([q, k, v, _]: &[Bound<'_, PyAny>; 4], options: &Bound<'_, PyTuple>) -> PyResult<Self> {
+    pub(crate) fn new([q, k, v]: [&Bound<'_, PyAny>; 3], options: &Bound<'_, PyTuple>) -> PyResult<Self> {
         let options = Options::of(options)?;
         let on = |name, object| Memory::on(options.stream, name, object);
         let (q, k, v) = (on("q", q)?, on("k", k)?, on("v", v)?);
         Ok(Self { options, q, k, v })
+    }
+
+    /// All memory that the call reads, but lists of numbers.
+    pub(crate) fn memory(&self) -> Vec<&Memory> {
+        let mut all = vec![&self.q, &self.k, &self.v];
+        all.extend(self.options.mask());
+        all
     }
 
     /// Attention into `out`, or into memory that `make` makes where `out` is `None`.
@@ -51,9 +58,7 @@ impl Call {
         });
         let shape = planned.map_err(refused)?;
         let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
-        let mut others = vec![q, k, v];
-        others.extend(options.mask());
-        let mut outputs = made.outputs(axes, &others)?;
+        let mut outputs = made.outputs(axes, &self.memory())?;
         py.detach(|| Runner::with_current(|runner| runner.run(&desc, &inputs, &mut outputs)))
             .map_err(refused)?;
         Ok(made.results())
@@ -69,7 +74,8 @@ pub(crate) fn attention(
     make: &Bound<'_, PyAny>,
 ) -> PyResult<Results> {
     process::compute()?;
-    Call::new(&tensors, options)?.run(&tensors[3], make)
+    let [q, k, v, out] = &tensors;
+    Call::new([q, k, v], options)?.run(out, make)
 }
 
 /// [`attention`] where all tensors are plain, `classes` and `records` as in [`Plainness`]; `None` where they are not, or cannot be read.
@@ -85,9 +91,10 @@ pub(crate) fn attention_plain(
     if !(Plainness { classes, records }.holds(&tensors, options)?) {
         return Ok(None);
     }
-    match Call::new(&tensors, options) {
+    let [q, k, v, out] = &tensors;
+    match Call::new([q, k, v], options) {
         Err(error) if is_unreadable(make.py(), &error) => Ok(None),
-        call => call?.run(&tensors[3], make).map(Some),
+        call => call?.run(out, make).map(Some),
     }
 }
 

@@ -368,9 +368,7 @@ impl Step {
         let [batch, heads, tokens, _] = rows.q.shape();
         let shape = [batch, heads, tokens, rows.v.shape()[3]];
         let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
-        let mut others = vec![q, k, v];
-        others.extend(options.mask());
-        let mut outputs = made.outputs(axes, &others)?;
+        let mut outputs = made.outputs(axes, &call.memory())?;
         self.with(make.py(), |step| match step {
             Stepping::Host(step) => step.attend_with(layer, rows, &attention, &mut outputs).map_err(refused),
             step => Err(step.elsewhere()),
@@ -405,9 +403,7 @@ impl Step {
         let [batch, heads, tokens, _] = q_tensor.shape;
         let shape = [batch, heads, tokens, v_tensor.shape[3]];
         let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
-        let mut others = vec![q, k, v];
-        others.extend(options.mask());
-        made.on_device(axes, &others, on, |outputs| {
+        made.on_device(axes, &call.memory(), on, |outputs| {
             self.with(make.py(), |step| match step {
                 Stepping::Cuda(step) => step.attend(layer, rows, &attention, outputs, &caller),
                 step => Err(step.elsewhere()),
@@ -429,7 +425,8 @@ impl Step {
         make: &Bound<'_, PyAny>,
     ) -> PyResult<Results> {
         process::check()?;
-        let call = Call::new(&tensors, options)?;
+        let [q, k, v, out] = &tensors;
+        let call = Call::new([q, k, v], options)?;
         if !matches!(call.options.numbers().sequences, SequencesRef::Dense) {
             return Err(PyValueError::new_err(
                 "q_lens, kv_lens and cu_seqlens divide tensors into sequences: a step does that",
@@ -441,8 +438,8 @@ impl Step {
             call.options.check_masks_of(&lens)?;
         }
         match call.options.stream {
-            None => self.attend_on_host(layer, &call, &tensors[3], make),
-            Some(stream) => self.attend_on_device(layer, (&call, stream), &tensors[3], make),
+            None => self.attend_on_host(layer, &call, out, make),
+            Some(stream) => self.attend_on_device(layer, (&call, stream), out, make),
         }
     }
 

@@ -4,55 +4,86 @@
 
 use crate::attention::{Call, Made, Results, Shapes};
 use crate::failure::refused;
-use crate::memory::{Axes, DeviceList, DeviceMask, OnDevice, Stream};
+use crate::memory::{Axes, DeviceList, DeviceMask, DeviceTensor, OnDevice, Stream};
+use crate::options::Options;
 use crate::with_cache::{Action, Work};
 use flashtile::cuda::cudarc::driver::sys::{CUcontext, CUstream};
 use flashtile::cuda::cudarc::driver::{CudaStream, result};
-use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Session, with_session};
+use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Memory, Session, with_session};
+use flashtile::tensor::ViewError;
 use flashtile::{Dims, ProblemDesc};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Inputs of a call in the memory of its device.
+struct DeviceInputs<'a> {
+    q: DeviceTensor<'a>,
+    k: DeviceTensor<'a>,
+    v: DeviceTensor<'a>,
+    mask: Option<DeviceMask<'a>>,
+    alibi_slopes: Option<DeviceList<'a>>,
+    sinks: Option<DeviceList<'a>>,
+}
+
+impl<'a> DeviceInputs<'a> {
+    /// The inputs of a call whose q has these axes.
+    fn of(Call { options, q, k, v }: &'a Call, q_axes: Axes, on: OnDevice<'_>) -> PyResult<Self> {
+        let axes = options.axes();
+        Ok(Self {
+            q: q.device_tensor(q_axes, on)?,
+            k: k.device_tensor(axes, on)?,
+            v: v.device_tensor(axes, on)?,
+            mask: options.mask().map(|mask| mask.device_mask(on)).transpose()?,
+            alibi_slopes: options.slopes_on(on)?,
+            sinks: options.sinks_on(on)?,
+        })
+    }
+
+    /// The problem of a call that is not over a cache.
+    fn desc(&self, options: &Options) -> PyResult<ProblemDesc> {
+        let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (self.q.shape, self.k.shape);
+        let value_dim = self.v.shape[3];
+        options.check_slopes(batch, q_heads)?;
+        options.check_masks(batch, q_len, kv_len)?;
+        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let mut desc = ProblemDesc::new(dims, self.q.dtype);
+        options.set(&mut desc);
+        desc.mask = self.mask.as_ref().map(|mask| mask.kind);
+        Ok(desc)
+    }
+
+    /// The inputs of a forward run.
+    fn forward(&self) -> Result<GpuInputs<'_, Memory>, ViewError> {
+        let (k, v) = (GpuKv::elements(self.k.view()?)?, GpuKv::elements(self.v.view()?)?);
+        let mut inputs = GpuInputs::new(self.q.view()?, k, v);
+        inputs.mask = self.mask.as_ref().map(DeviceMask::view).transpose()?;
+        inputs.alibi_slopes = self.alibi_slopes.as_ref().map(DeviceList::view);
+        inputs.sinks = self.sinks.as_ref().map(DeviceList::view);
+        Ok(inputs)
+    }
+}
+
 /// A call whose tensors are on the device of a stream. Returns before the work has ended.
 pub(crate) fn attention(
-    Call { options, q, k, v }: &Call,
+    call: &Call,
     out: &Bound<'_, PyAny>,
     make: &Bound<'_, PyAny>,
     stream: Stream,
 ) -> PyResult<Results> {
-    let py = make.py();
-    let axes = options.axes();
+    let (py, options, axes) = (make.py(), &call.options, call.options.axes());
     let (cuda, stream_of_call) = borrowed(stream).map_err(refused)?;
     let on = OnDevice { gpu: cuda.gpu(), stream };
-    let q_tensor = q.device_tensor(axes, on)?;
-    let (k_tensor, v_tensor) = (k.device_tensor(axes, on)?, v.device_tensor(axes, on)?);
-    let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q_tensor.shape, k_tensor.shape);
-    let value_dim = v_tensor.shape[3];
-    options.check_slopes(batch, q_heads)?;
-    options.check_masks(batch, q_len, kv_len)?;
-    let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
-    let mut desc = ProblemDesc::new(dims, q_tensor.dtype);
-    options.set(&mut desc);
-    let q_view = q_tensor.view().map_err(refused)?;
-    let k_view = k_tensor.view().and_then(GpuKv::elements).map_err(refused)?;
-    let v_view = v_tensor.view().and_then(GpuKv::elements).map_err(refused)?;
-    let mut inputs = GpuInputs::new(q_view, k_view, v_view);
-    let mask = options.mask().map(|mask| mask.device_mask(on)).transpose()?;
-    desc.mask = mask.as_ref().map(|mask| mask.kind);
-    inputs.mask = mask.as_ref().map(DeviceMask::view).transpose().map_err(refused)?;
-    let (slopes, sinks) = (options.slopes_on(on)?, options.sinks_on(on)?);
-    inputs.alibi_slopes = slopes.as_ref().map(DeviceList::view);
-    inputs.sinks = sinks.as_ref().map(DeviceList::view);
+    let given = DeviceInputs::of(call, axes, on)?;
+    let desc = given.desc(options)?;
+    let inputs = given.forward().map_err(refused)?;
     // A wrong problem is refused before there is memory for its result. Kernels are compiled here.
     let shape = |session: &mut Session| -> Result<[usize; 4], CudaError> {
         Ok(session.plan(&desc)?.problem().dims().out_shape())
     };
     let shape = py.detach(|| with_session(&stream_of_call, shape)?).map_err(refused)?;
     let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
-    let mut others = vec![q, k, v];
-    others.extend(options.mask());
-    made.on_device(axes, &others, on, |outputs| {
+    made.on_device(axes, &call.memory(), on, |outputs| {
         let run = |session: &mut Session| session.run(&desc, &inputs, outputs);
         py.detach(|| with_session(&stream_of_call, run)?).map_err(refused)
     })?;
@@ -66,20 +97,11 @@ pub(crate) fn with_cache(
     made: &mut Made<'_>,
     (py, stream): (Python<'_>, Stream),
 ) -> PyResult<()> {
-    let Work { call: Call { options, q, k, v }, paged, others } = work;
-    let axes = options.axes();
+    let Work { call, paged, others } = work;
     let (cuda, stream_of_call) = borrowed(stream).map_err(refused)?;
     let on = OnDevice { gpu: cuda.gpu(), stream };
-    let (q, k, v) =
-        (q.device_tensor(Axes::Packed, on)?, k.device_tensor(axes, on)?, v.device_tensor(axes, on)?);
-    let k = k.view().and_then(GpuKv::elements).map_err(refused)?;
-    let v = v.view().and_then(GpuKv::elements).map_err(refused)?;
-    let mut inputs = GpuInputs::new(q.view().map_err(refused)?, k, v);
-    let mask = options.mask().map(|mask| mask.device_mask(on)).transpose()?;
-    inputs.mask = mask.as_ref().map(DeviceMask::view).transpose().map_err(refused)?;
-    let (slopes, sinks) = (options.slopes_on(on)?, options.sinks_on(on)?);
-    inputs.alibi_slopes = slopes.as_ref().map(DeviceList::view);
-    inputs.sinks = sinks.as_ref().map(DeviceList::view);
+    let given = DeviceInputs::of(call, Axes::Packed, on)?;
+    let inputs = given.forward().map_err(refused)?;
     made.on_device(Axes::Packed, others, on, |outputs| {
         let act = |session: &mut Session| match action {
             Action::Check => session.check_paged(&paged.desc, &inputs, &paged.tables, outputs),

@@ -15,7 +15,7 @@ mod exchange;
 mod host;
 
 pub(crate) use block::{Axes, Block};
-pub(crate) use device::{DeviceList, DeviceMask, OnDevice};
+pub(crate) use device::{DeviceList, DeviceMask, DeviceTensor, OnDevice};
 
 use block::{ArrayInterface, Kind, Refusal, wrong_dtype};
 use dlpack::Managed;
