@@ -97,7 +97,7 @@ fi
 if wants tests && [ -n "${WHEELS:-}" ]; then
     step "tests of the Python package"
     cp python/tests/*.py "$site/all"
-    (cd "$site/all" && PYTHONPATH=$site/all python3 -m pytest -q -rs test_cuda.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
+    (cd "$site/all" && PYTHONPATH=$site/all python3 -m pytest -q -rs test_cuda.py test_cuda_gradients.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
     tail -1 "$out/python-tests.txt"
 fi
 

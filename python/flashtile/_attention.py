@@ -37,8 +37,8 @@ def attention(
     read in place, whatever their strides, but that the last axis has stride 1. Arrays of numpy give arrays of numpy, tensors of PyTorch
     tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0.
 
-    Autograd of PyTorch differentiates it by tensors on the CPU: q, k, v, a mask that is added to scores, alibi_slopes and sinks, through out and
-    lse. Second derivatives, forward mode, torch.func and gradients on GPUs are refused, and so are gradients of a call with `out`.
+    Autograd of PyTorch differentiates it by q, k, v, a mask that is added to scores, alibi_slopes and sinks, through out and lse. Second
+    derivatives, forward mode, torch.func and, on GPUs, the gradient of a mask are refused, and so are gradients of a call with `out`.
     `attention_backward` computes gradients for arrays.
 
     Args:

@@ -4,7 +4,7 @@ import torch
 
 from . import _flashtile
 from ._arrays import checked, lent, maker
-from ._operator import INPUTS, OPTIONS, TENSORS, named, operator, options_of
+from ._operator import INPUTS, OPTIONS, TENSORS, cuda, named, options_of
 from ._tensors import check_tangent
 
 # Inputs of the operator that have gradients, which the backward operator returns in the order of GRADIENTS.
@@ -27,7 +27,8 @@ def backward_operator(d_out, d_lse, out, lse, *tensors, **options):
     d_lse = None if d_lse is None else lent("d_lse", d_lse).contiguous()
     read = [*(lent(name, given[name]) for name in ("q", "k", "v")), lent("out", out), lent("lse", lse), d_out, d_lse]
     wanted = (options.get(name, False) for name in ("d_sinks", "d_bias", "d_alibi_slopes"))
-    made = _flashtile.attention_backward(read, checked(options_of(given, options)), maker(q), *wanted)
+    compute = cuda().attention_backward if q.is_cuda else _flashtile.attention_backward
+    made = compute(read, checked(options_of(given, options)), maker(q), *wanted)
     return tuple(q.new_empty([0], dtype=torch.float32) if x is None else x for x in made)
 
 
@@ -83,7 +84,8 @@ class _Attention(torch.autograd.Function):
             d_out = torch.zeros_like(out)
         made = torch.ops.flashtile.attention_backward(d_out, d_lse, out, lse, *tensors, **ctx.options, **wanted)
         by_name = dict(zip(GRADIENTS, made))
-        return None, None, *(by_name[name].to(x.dtype) if needs[name] else None for name, x in zip(TENSORS, tensors))
+        # Lists of numbers may be on another device than q.
+        return None, None, *(by_name[name].to(x) if needs[name] else None for name, x in zip(TENSORS, tensors))
 
 
 _OVERLOAD = torch.ops.flashtile.attention.default
@@ -100,11 +102,6 @@ def _autograd(keyset, *tensors, **options):
             return _OVERLOAD.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **options)
     if torch._C._are_functorch_transforms_active():
         raise ValueError(f"{needing[0]} is differentiated by torch.func, which flashtile does not support: use torch.autograd")
-    if tensors[0].is_cuda:
-        raise ValueError(
-            f"{needing[0]} requires a gradient, and flashtile has no backward kernels on CUDA yet: call it under torch.no_grad(), or detach "
-            f"{needing[0]}"
-        )
     return _Attention.apply(keyset, options, *tensors)
 
 

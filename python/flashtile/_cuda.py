@@ -22,6 +22,11 @@ def attention_plain(tensors, options, make, classes, records):
     return _on_stream(_flashtile.attention_plain, tensors[0].device, tensors, options, make, classes, records)
 
 
+def attention_backward(tensors, options, make, *wanted):
+    """As `attention`, of `_flashtile.attention_backward`."""
+    return _on_stream(_flashtile.attention_backward, tensors[0].device, tensors, options, make, *wanted)
+
+
 def attention_with_cache(tensors, new, args, options, make):
     """As `attention`, of `_flashtile.attention_with_cache`."""
 

@@ -5,9 +5,9 @@
     model = AutoModel.from_pretrained(name, attn_implementation="flashtile")
 
 Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks, with
-the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. On the CPU models train.
-Dropout inside attention is refused, and gradients on GPUs and over a `FlashtileCache` are too. Probabilities are never stored:
-`output_attentions` warns and gives None, as `sdpa` does.
+the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. Models train.
+Dropout inside attention is refused, and so are gradients over a `FlashtileCache` and, on GPUs, of position biases. Probabilities are never
+stored: `output_attentions` warns and gives None, as `sdpa` does.
 """
 
 import functools

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::attention::{Call, Made, Results, Shapes};
+use crate::backward::{Call as BackwardCall, Made as MadeGradients, Results as GradientObjects, Wanted};
 use crate::failure::refused;
 use crate::memory::{Axes, DeviceList, DeviceMask, DeviceTensor, OnDevice, Stream};
 use crate::options::Options;
@@ -10,6 +11,7 @@ use crate::with_cache::{Action, Work};
 use flashtile::cuda::cudarc::driver::sys::{CUcontext, CUstream};
 use flashtile::cuda::cudarc::driver::{CudaStream, result};
 use flashtile::cuda::{Cuda, CudaError, GpuInputs, GpuKv, Memory, Session, with_session};
+use flashtile::gpu::GpuBackwardInputs;
 use flashtile::tensor::ViewError;
 use flashtile::{Dims, ProblemDesc};
 use pyo3::prelude::*;
@@ -85,6 +87,48 @@ pub(crate) fn attention(
     let mut made = Made::new(out, options, Shapes::of(axes, shape), make)?;
     made.on_device(axes, &call.memory(), on, |outputs| {
         let run = |session: &mut Session| session.run(&desc, &inputs, outputs);
+        py.detach(|| with_session(&stream_of_call, run)?).map_err(refused)
+    })?;
+    Ok(made.results())
+}
+
+/// Gradients of a call whose tensors are on the device of a stream. Returns before the work has ended.
+pub(crate) fn attention_backward(
+    call: &BackwardCall,
+    wanted: Wanted,
+    make: &Bound<'_, PyAny>,
+    stream: Stream,
+) -> PyResult<GradientObjects> {
+    let (py, options, axes) = (make.py(), &call.forward.options, call.forward.options.axes());
+    let (cuda, stream_of_call) = borrowed(stream).map_err(refused)?;
+    let on = OnDevice { gpu: cuda.gpu(), stream };
+    let given = DeviceInputs::of(&call.forward, axes, on)?;
+    let desc = given.desc(options)?;
+    // A wrong problem is refused before there is memory for its result.
+    let shape = |session: &mut Session| -> Result<[usize; 4], CudaError> {
+        Ok(session.plan_backward(&desc)?.problem().dims().out_shape())
+    };
+    let shape = py.detach(|| with_session(&stream_of_call, shape)?).map_err(refused)?;
+    let lse_shape = axes.lse_shape(shape);
+    let (out, d_out) = (call.out.device_tensor(axes, on)?, call.d_out.device_tensor(axes, on)?);
+    let lse = call.lse.device_list_of(&lse_shape, on)?;
+    let d_lse = call.d_lse.as_ref().map(|d_lse| d_lse.device_list_of(&lse_shape, on)).transpose()?;
+    let inputs = GpuBackwardInputs {
+        q: given.q.view().map_err(refused)?,
+        k: given.k.view().map_err(refused)?,
+        v: given.v.view().map_err(refused)?,
+        out: out.view().map_err(refused)?,
+        lse: lse.view(),
+        d_out: d_out.view().map_err(refused)?,
+        d_lse: d_lse.as_ref().map(DeviceList::view),
+        tree: None,
+        mask: given.mask.as_ref().map(DeviceMask::view).transpose().map_err(refused)?,
+        alibi_slopes: given.alibi_slopes.as_ref().map(DeviceList::view),
+        sinks: given.sinks.as_ref().map(DeviceList::view),
+    };
+    let mut made = MadeGradients::new(call, wanted, make)?;
+    made.on_device(axes, &call.memory(), on, |gradients| {
+        let run = |session: &mut Session| session.run_backward(&desc, &inputs, gradients);
         py.detach(|| with_session(&stream_of_call, run)?).map_err(refused)
     })?;
     Ok(made.results())

@@ -413,26 +413,19 @@ def test_what_is_refused():
         attention(q, k, v, out=torch.empty(2, 4, 33, 24))
 
 
-def test_gpus_are_refused_before_a_call():
-    """Stand-ins of a GPU's tensors, which need none."""
+def test_stand_ins_of_a_gpu():
+    """Compilers see tensors on a GPU where there is none: both operators say where their results are, and whose gradients there are."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 2, 4, 8, device="cuda") for _ in range(3))
-        assert attention(q, k, v).device.type == "cuda"
-        with pytest.raises(ValueError, match="v requires a gradient, and flashtile has no backward kernels on CUDA yet"):
-            attention(q, k, v.requires_grad_())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_gpus_are_refused():
-    q, k, v = (x.cuda().requires_grad_() for x in qkv(BATCH))
-    with pytest.raises(ValueError, match="q requires a gradient, and flashtile has no backward kernels on CUDA yet"):
-        attention(q, k, v)
-    with torch.no_grad():
-        out, lse = attention(q, k, v, return_lse=True)
-        with pytest.raises(ValueError, match="no backward kernels on CUDA yet"):
-            attention_backward(q, k, v, out, lse, out)
+        assert not attention(q, k, v).requires_grad
+        out, lse = attention(q, k, v.requires_grad_(), sinks=torch.empty(2, device="cuda"), return_lse=True)
+        assert (out.requires_grad, lse.requires_grad, out.device.type) == (True, True, "cuda")
+        sinks = torch.empty(2, device="cuda")
+        made = torch.ops.flashtile.attention_backward(out, None, out, lse, q, k, v, sinks=sinks, d_sinks=True)
+        assert [x.device.type for x in made] == ["cuda"] * 6
+        assert [x.shape for x in made] == [q.shape, k.shape, v.shape, sinks.shape, (0,), (0,)]
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
@@ -507,7 +500,7 @@ def losses(attn, ids, mask, labels, steps=50):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=97, max_position_embeddings=64)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32).train()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32).train().to(ids.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     made = []
     for _ in range(steps):
@@ -519,15 +512,21 @@ def losses(attn, ids, mask, labels, steps=50):
     return torch.tensor(made, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-def test_a_model_learns(one_thread, is_padded):
-    """The losses of 50 steps are those with `sdpa`, and the batch is learned."""
+def batch(is_padded):
+    """Tokens, mask and labels for `losses`."""
     ids = torch.randint(3, 97, (4, 24), generator=torch.Generator().manual_seed(7))
     mask, labels = torch.ones_like(ids), ids.clone()
     if is_padded:
         mask[0, :7], mask[1, 20:] = 0, 0
         # Query 6 sees no key, and predicts token 7.
         labels[0, :8], labels[1, 20:] = -100, -100
-    got, want = losses("flashtile", ids, mask, labels), losses("sdpa", ids, mask, labels)
+    return ids, mask, labels
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+def test_a_model_learns(one_thread, is_padded):
+    """The losses of 50 steps are those with `sdpa`, and the batch is learned."""
+    given = batch(is_padded)
+    got, want = losses("flashtile", *given), losses("sdpa", *given)
     assert want[-1] < 0.1 * want[0]
     assert ((got - want).abs() / want).max() <= 1e-4

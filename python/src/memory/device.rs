@@ -110,6 +110,12 @@ impl Memory {
         Ok(tensor)
     }
 
+    /// Memory of a shape, dense and in the order of its axes, as a list of f32 that work on the stream reads.
+    pub(crate) fn device_list_of(&self, shape: &[usize], on: OnDevice<'_>) -> PyResult<DeviceList<'_>> {
+        self.block.check_order(shape)?;
+        self.device_list(on)
+    }
+
     /// Dense memory as a list of f32 that work on the stream reads.
     pub(crate) fn device_list(&self, on: OnDevice<'_>) -> PyResult<DeviceList<'_>> {
         let memory = self.borrow(on, ScalarType::F32, self.block.check_list()?)?;
