@@ -43,11 +43,11 @@ pub(crate) fn apply(
     let Qkv { q, k, v } = tensors;
     #[cfg(feature = "cuda")]
     if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_cuda()) {
-        return crate::gpu::apply(name, tensors, options, tensor.device());
+        return crate::gpu_operator::apply(name, tensors, options, tensor.device());
     }
     #[cfg(feature = "metal")]
     if let Some(tensor) = [q, k, v].into_iter().find(|tensor| tensor.device().is_metal()) {
-        return crate::gpu::apply(name, tensors, options, tensor.device());
+        return crate::gpu_operator::apply(name, tensors, options, tensor.device());
     }
     tensors.each(check_device)?;
     if options.lse {

@@ -4,25 +4,18 @@
 
 use crate::options::{Mask, Options};
 use crate::storage::{
-    Axes, Qkv, Stored, check_inside, check_no_gradient, counted, logical, logical_mask, lse_dims, read,
-    refused, refused_shape,
+    Axes, CallAxes, Qkv, Stored, check_inside, check_no_gradient, counted, logical, logical_mask, read,
 };
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
-#[cfg(feature = "metal")]
-use candle_core::MetalStorage;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::op::BackpropOp;
-use candle_core::{
-    CpuStorage, CustomOp3, DType, Device, Error, Layout, Result, Shape, Storage, Tensor, bail,
-};
+use candle_core::{DType, Device, Error, Result, Shape, Storage, Tensor, bail};
 use flashtile::gpu::{
-    Engine, GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTensor, GpuTensorMut, MemoryOf, Session, scalar_type,
+    Engine, GpuInputs, GpuKv, GpuMask, GpuTensor, GpuTensorMut, MemoryOf, Session, scalar_type,
 };
 use flashtile::kernel::{DeviceMemory, ScalarType, Span, View, ViewMut};
+use flashtile::tensor::ViewError;
 use flashtile::{Dtype, MaskKind, ProblemDesc};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// candle's storage on devices of one kind, and how flashtile computes there.
 pub(crate) trait GpuStorage: BackendStorage<Device: BackendDevice<Storage = Self>> + 'static {
@@ -59,25 +52,6 @@ pub(crate) type DeviceOf<S> = <<S as GpuStorage>::Engine as Engine>::Device;
 
 /// Memory of flashtile's device.
 pub(crate) type Memory<S> = MemoryOf<<S as GpuStorage>::Engine>;
-
-/// Attention over tensors of a device, and the logsumexp if the options ask for it.
-pub(crate) fn apply(
-    name: &'static str,
-    tensors: Qkv<&Tensor>,
-    mut options: Options,
-    device: &Device,
-) -> Result<(Tensor, Option<Tensor>)> {
-    prepare(tensors, &mut options, device)?;
-    let (lse, wanted, axes) = (Arc::new(Mutex::new(None)), options.lse, options.axes());
-    let Qkv { q, k, v } = tensors;
-    let out = q.apply_op3(k, v, Op { name, options, lse: Arc::clone(&lse) })?;
-    if !wanted {
-        return Ok((out, None));
-    }
-    let lse = lse.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let Some(lse) = lse else { bail!("{name} did not compute the logsumexp") };
-    Ok((out, Some(Tensor::from_storage(lse, lse_dims(axes.q, q)?, BackpropOp::none(), false))))
-}
 
 /// Checks that all tensors of a call are on its device, and that none needs a gradient that the call does not give; makes its lists dense.
 pub(crate) fn prepare(tensors: Qkv<&Tensor>, options: &mut Options, device: &Device) -> Result<()> {
@@ -125,7 +99,7 @@ fn dense_list(name: &str, tensor: &Tensor, axes: usize, device: &Device) -> Resu
 }
 
 /// Names the tensor in an error of its view.
-fn of(name: &str, error: impl fmt::Display) -> Error {
+pub(crate) fn of(name: &str, error: impl fmt::Display) -> Error {
     Error::msg(format!("{name}: {error}"))
 }
 
@@ -211,16 +185,16 @@ impl<S: GpuStorage> Lent<'_, S> {
     }
 }
 
-/// Tensors of a call.
-struct Tensors<'a, S> {
-    qkv: Qkv<Stored<'a, S>>,
+/// Tensors of a call, locked for reading.
+pub(crate) struct Tensors<'a, S> {
+    pub(crate) qkv: Qkv<Stored<'a, S>>,
     slopes: Option<Stored<'a, S>>,
     sinks: Option<Stored<'a, S>>,
     mask: Option<Stored<'a, S>>,
 }
 
 /// Calls a function with the memory of a tensor, if there is a tensor.
-pub(crate) fn read_option<S: 'static, T>(
+fn read_option<S: 'static, T>(
     name: &'static str,
     tensor: Option<&Tensor>,
     run: impl FnOnce(Option<Stored<'_, S>>) -> Result<T>,
@@ -231,137 +205,130 @@ pub(crate) fn read_option<S: 'static, T>(
     }
 }
 
-/// Attention as an operator of candle. While it runs, the tensors are locked for reading.
-struct Op {
-    name: &'static str,
-    options: Options,
-    /// Receives the logsumexp.
-    lse: Arc<Mutex<Option<Storage>>>,
+/// Calls a function with the tensors of a call: q, k, v and the options'.
+pub(crate) fn with_options<S: 'static, T>(
+    options: &Options,
+    qkv: Qkv<Stored<'_, S>>,
+    run: impl FnOnce(&Tensors<'_, S>) -> Result<T>,
+) -> Result<T> {
+    let mask = options.mask.as_ref().map(|mask| match mask {
+        Mask::Visible(tensor) | Mask::Additive(tensor) => tensor,
+    });
+    read_option("alibi_slopes", options.alibi_slopes.as_ref(), |slopes| {
+        read_option("sinks", options.sinks.as_ref(), |sinks| {
+            read_option("mask", mask, |mask| run(&Tensors { qkv, slopes, sinks, mask }))
+        })
+    })
 }
 
-impl CustomOp3 for Op {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        bail!("{} was made for tensors on a GPU", self.name)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        s1: &CudaStorage,
-        l1: &Layout,
-        s2: &CudaStorage,
-        l2: &Layout,
-        s3: &CudaStorage,
-        l3: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.forward(Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) })
-    }
-
-    #[cfg(feature = "metal")]
-    fn metal_fwd(
-        &self,
-        s1: &MetalStorage,
-        l1: &Layout,
-        s2: &MetalStorage,
-        l2: &Layout,
-        s3: &MetalStorage,
-        l3: &Layout,
-    ) -> Result<(MetalStorage, Shape)> {
-        self.forward(Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) })
-    }
+/// Tensors of a call, in memory that its launches read.
+pub(crate) struct LentTensors<'a, S: GpuStorage> {
+    pub(crate) dtype: Dtype,
+    pub(crate) q: Lent<'a, S>,
+    pub(crate) k: Lent<'a, S>,
+    pub(crate) v: Lent<'a, S>,
+    pub(crate) slopes: Option<Lent<'a, S>>,
+    pub(crate) sinks: Option<Lent<'a, S>>,
+    mask: Option<(Lent<'a, S>, MaskKind)>,
 }
 
-impl Op {
-    fn forward<S: GpuStorage>(&self, tensors: Qkv<(&S, &Layout)>) -> Result<(S, Shape)> {
-        let qkv = tensors.stored();
-        let device = qkv.q.storage.device();
-        let mask = self.options.mask.as_ref().map(|mask| match mask {
-            Mask::Visible(tensor) | Mask::Additive(tensor) => tensor,
-        });
-        read_option("alibi_slopes", self.options.alibi_slopes.as_ref(), |slopes| {
-            read_option("sinks", self.options.sinks.as_ref(), |sinks| {
-                read_option("mask", mask, |mask| {
-                    let tensors = Tensors { qkv, slopes, sinks, mask };
-                    S::with_session(device, |session, on| self.run(session, on, &tensors))
-                })
-            })
+impl<'a, S: GpuStorage> Tensors<'a, S> {
+    /// Lends the tensors of a call with these options, whose q, k and v have these axes.
+    pub(crate) fn lend(
+        &self,
+        on: &'a DeviceOf<S>,
+        axes: CallAxes,
+        options: &Options,
+    ) -> Result<LentTensors<'a, S>> {
+        let Qkv { q, k, v } = &self.qkv;
+        let list = |list: &Option<Stored<'a, S>>| list.as_ref().map(|list| list.list(on)).transpose();
+        let visible = matches!(options.mask, Some(Mask::Visible(_)));
+        Ok(LentTensors {
+            dtype: q.dtype("F32, F16 or BF16")?,
+            q: q.elements(on, axes.q)?,
+            k: k.elements(on, axes.kv)?,
+            v: v.elements(on, axes.kv)?,
+            slopes: list(&self.slopes)?,
+            sinks: list(&self.sinks)?,
+            mask: self.mask.as_ref().map(|mask| mask.mask(on, visible)).transpose()?,
         })
     }
+}
 
-    fn run<S: GpuStorage>(
-        &self,
-        session: &mut Session<S::Engine>,
-        on: &DeviceOf<S>,
-        tensors: &Tensors<'_, S>,
-    ) -> Result<(S, Shape)> {
-        let (axes, Qkv { q, k, v }) = (self.options.axes(), &tensors.qkv);
-        let (q, k, v) = (q.elements(on, axes.q)?, k.elements(on, axes.kv)?, v.elements(on, axes.kv)?);
-        let dtype = tensors.qkv.q.dtype("F32, F16 or BF16")?;
-        self.options.check_slopes(q.shape[1])?;
-        let mut desc = self.options.desc(dtype, Qkv { q: q.shape, k: k.shape, v: v.shape });
-        let slopes = tensors.slopes.as_ref().map(|list| list.list(on)).transpose()?;
-        let sinks = tensors.sinks.as_ref().map(|list| list.list(on)).transpose()?;
-        let visible = matches!(self.options.mask, Some(Mask::Visible(_)));
-        let mask = tensors.mask.as_ref().map(|mask| mask.mask(on, visible)).transpose()?;
-        let mut inputs = GpuInputs::new(q.tensor()?, k.kv()?, v.kv()?);
-        inputs.alibi_slopes = slopes.as_ref().map(Lent::view);
-        inputs.sinks = sinks.as_ref().map(Lent::view);
-        if let Some((mask, kind)) = &mask {
-            let view = GpuMask::new(*kind, mask.view(), mask.shape, mask.strides);
-            inputs.mask = Some(view.map_err(|error| of("mask", error))?);
-            desc.mask = Some(*kind);
-        }
-        self.run_in(session, on, tensors.qkv.q.storage.device(), &desc, &inputs)
+impl<S: GpuStorage> LentTensors<'_, S> {
+    /// The problem of a call with these options.
+    pub(crate) fn desc(&self, options: &Options) -> Result<ProblemDesc> {
+        options.check_slopes(self.q.shape[1])?;
+        let shapes = Qkv { q: self.q.shape, k: self.k.shape, v: self.v.shape };
+        let mut desc = options.desc(self.dtype, shapes);
+        desc.mask = self.mask.as_ref().map(|(_, kind)| *kind);
+        Ok(desc)
     }
 
-    /// Launches the kernels of the problem, which write new tensors.
-    fn run_in<S: GpuStorage>(
-        &self,
-        session: &mut Session<S::Engine>,
-        on: &DeviceOf<S>,
-        device: &S::Device,
-        desc: &ProblemDesc,
-        inputs: &GpuInputs<'_, Memory<S>>,
-    ) -> Result<(S, Shape)> {
-        // An invalid problem is refused before memory is allocated for its result.
-        session.plan(desc).map_err(refused)?;
-        let (shape, axes) = (desc.dims.out_shape(), self.options.axes());
-        let (dims, strides) = axes.q.dense(shape);
-        let rows = shape[0] * shape[1] * shape[2];
-        let mut out = uninit::<S>(device, &dims, desc.dtype)?;
-        let lse = self.options.lse.then(|| uninit::<S>(device, &rows.into(), Dtype::F32));
-        let mut lse = lse.transpose()?;
-        {
-            let (mut memory, _guard) = out.lend_mut(on)?;
-            let mut lent_lse = lse.as_mut().map(|lse| lse.lend_mut(on)).transpose()?;
-            let view = first(&mut memory, desc.dtype, dims.elem_count());
-            let view = GpuTensorMut::new(view, shape, strides).map_err(|error| of("out", error))?;
-            let mut outputs = GpuOutputs::new(view);
-            outputs.lse = lent_lse.as_mut().map(|(memory, _)| first(memory, Dtype::F32, rows));
-            S::launch(session, device, |session| {
-                let done = match &self.options.tables {
-                    None => session.run(desc, inputs, &mut outputs),
-                    Some(tables) => session.run_paged(desc, inputs, tables, &mut outputs),
-                };
-                done.map_err(|error| refused_shape(error, axes))
-            })?;
-        }
-        if let Some(lse) = lse {
-            *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse.into_storage());
-        }
-        Ok((out, dims))
+    pub(crate) fn mask(&self) -> Result<Option<GpuMask<'_, Memory<S>>>> {
+        let Some((mask, kind)) = &self.mask else { return Ok(None) };
+        let view = GpuMask::new(*kind, mask.view(), mask.shape, mask.strides);
+        view.map(Some).map_err(|error| of("mask", error))
+    }
+
+    /// The inputs of a forward run.
+    pub(crate) fn inputs(&self) -> Result<GpuInputs<'_, Memory<S>>> {
+        let mut inputs = GpuInputs::new(self.q.tensor()?, self.k.kv()?, self.v.kv()?);
+        inputs.alibi_slopes = self.slopes.as_ref().map(Lent::view);
+        inputs.sinks = self.sinks.as_ref().map(Lent::view);
+        inputs.mask = self.mask()?;
+        Ok(inputs)
+    }
+}
+
+/// A new tensor.
+pub(crate) struct NewTensor<S> {
+    storage: S,
+    dims: Shape,
+    dtype: Dtype,
+    /// `[batch, heads, rows, dim]`.
+    shape: [usize; 4],
+    strides: [usize; 4],
+}
+
+impl<S: GpuStorage> NewTensor<S> {
+    /// A dense tensor of a shape `[batch, heads, rows, dim]`, in the order of these axes.
+    pub(crate) fn new(device: &S::Device, shape: [usize; 4], axes: Axes, dtype: Dtype) -> Result<Self> {
+        let (dims, strides) = axes.dense(shape);
+        Ok(Self { storage: uninit::<S>(device, &dims, dtype)?, dims, dtype, shape, strides })
+    }
+
+    /// Lends the tensor to launches that write it.
+    pub(crate) fn lend<'a>(&'a mut self, on: &'a DeviceOf<S>) -> Result<LentMut<'a, S>> {
+        let Self { storage, dims, dtype, shape, strides } = self;
+        let span = Span { element: scalar_type(*dtype), offset: 0, len: dims.elem_count() };
+        let (memory, guard) = storage.lend_mut(on)?;
+        Ok(LentMut { memory, span, shape: *shape, strides: *strides, _guard: guard })
+    }
+
+    /// Storage and shape, once launches that write the tensor are queued.
+    pub(crate) fn into_parts(self) -> (S, Shape) {
+        (self.storage, self.dims)
+    }
+
+    /// The tensor, once launches that write it are queued.
+    pub(crate) fn into_tensor(self) -> Tensor {
+        Tensor::from_storage(self.storage.into_storage(), self.dims, BackpropOp::none(), false)
+    }
+}
+
+/// A [`NewTensor`], in memory that launches write.
+pub(crate) struct LentMut<'a, S: GpuStorage> {
+    memory: Memory<S>,
+    span: Span,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    _guard: S::Guard<'a>,
+}
+
+impl<S: GpuStorage> LentMut<'_, S> {
+    pub(crate) fn tensor(&mut self) -> std::result::Result<GpuTensorMut<'_, Memory<S>>, ViewError> {
+        GpuTensorMut::new(ViewMut::new(&mut self.memory, self.span), self.shape, self.strides)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Attention on the CPU as an operator of candle, with its gradients.
 
 use crate::options::Options;
-use crate::storage::{Qkv, Stored, read, refused_shape, write_new};
+use crate::storage::{Qkv, Stored, read, read_qkv, refused_shape, write_new};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
 use flashtile::{BackwardInputs, Gradients, Runner};
@@ -46,32 +46,25 @@ impl CustomOp3 for AttentionOp {
         let d_out = d_out.contiguous()?;
         let Some(lse) = &self.lse else { bail!("{} kept no logsumexp", self.name) };
         let lse = lse.lock().unwrap_or_else(PoisonError::into_inner);
-        let tensors = Results { out, d_out: &d_out, lse: &lse };
-        let Qkv { q, k, v } = gradients(&self.options, Qkv { q, k, v }, &tensors)?;
+        let results = Results { out, lse: lse.as_slice(), d_out: &d_out };
+        let Qkv { q, k, v } = gradients(&self.options, Qkv { q, k, v }, &results)?;
         Ok((Some(q), Some(k), Some(v)))
     }
 }
 
 /// The results of a forward pass, and the gradient of its output.
-struct Results<'a> {
-    out: &'a Tensor,
-    d_out: &'a Tensor,
-    lse: &'a [f32],
+pub(crate) struct Results<'a, L> {
+    pub(crate) out: &'a Tensor,
+    pub(crate) lse: L,
+    pub(crate) d_out: &'a Tensor,
 }
 
 /// Gradients of q, k and v, dense in the axes of the call.
-fn gradients(options: &Options, tensors: Qkv<&Tensor>, results: &Results<'_>) -> Result<Qkv<Tensor>> {
-    let Qkv { q, k, v } = tensors;
+fn gradients(options: &Options, tensors: Qkv<&Tensor>, results: &Results<'_, &[f32]>) -> Result<Qkv<Tensor>> {
     // Each tensor is locked for reading until the gradients are computed.
-    read("q", q, |q: Stored<'_>| {
-        read("k", k, |k: Stored<'_>| {
-            read("v", v, |v: Stored<'_>| {
-                read("out", results.out, |out: Stored<'_>| {
-                    read("d_out", results.d_out, |d_out: Stored<'_>| {
-                        compute(options, Qkv { q, k, v }, (out, d_out), results.lse)
-                    })
-                })
-            })
+    read_qkv(tensors, |qkv: Qkv<Stored<'_>>| {
+        read("out", results.out, |out: Stored<'_>| {
+            read("d_out", results.d_out, |d_out: Stored<'_>| compute(options, qkv, (out, d_out), results.lse))
         })
     })
 }

@@ -8,6 +8,8 @@ mod cuda_cache;
 mod dispatch;
 #[cfg(any(feature = "cuda", feature = "metal"))]
 mod gpu;
+#[cfg(any(feature = "cuda", feature = "metal"))]
+mod gpu_operator;
 mod gradient;
 mod kv_cache;
 #[cfg(feature = "metal")]

@@ -67,6 +67,14 @@ impl Axes {
         }
     }
 
+    /// Shape of the logsumexp of a result `[batch, heads, rows, dim]`.
+    pub(crate) fn lse_dims(self, [batch, heads, rows, _]: [usize; 4]) -> Vec<usize> {
+        match self {
+            Self::Bhsd | Self::Bshd => vec![batch, heads, rows],
+            Self::Packed => vec![heads, rows],
+        }
+    }
+
     /// Shape of a dense tensor in memory order, and its strides in the order `[batch, heads, rows, dim]`.
     pub(crate) fn dense(self, [b, h, s, d]: [usize; 4]) -> (Shape, [usize; 4]) {
         match self {
@@ -278,13 +286,8 @@ pub(crate) fn check_no_gradient(name: &str, tensor: &Tensor) -> Result<()> {
 
 /// Shape of the logsumexp.
 pub(crate) fn lse_dims(axes: Axes, q: &Tensor) -> Result<Vec<usize>> {
-    let Some([batch, heads, rows, _]) = axes.logical(q.dims(), 1) else {
-        bail!("q has shape {:?}", q.dims())
-    };
-    Ok(match axes {
-        Axes::Bhsd | Axes::Bshd => vec![batch, heads, rows],
-        Axes::Packed => vec![heads, rows],
-    })
+    let Some(shape) = axes.logical(q.dims(), 1) else { bail!("q has shape {:?}", q.dims()) };
+    Ok(axes.lse_dims(shape))
 }
 
 /// Query, keys and values.
@@ -387,6 +390,15 @@ pub(crate) fn read<S: 'static, T>(
         Err(error) => Err(error),
         Ok(_) => Err(Error::msg(format!("{name} was not read"))),
     })
+}
+
+/// [`read`] of query, keys and values.
+pub(crate) fn read_qkv<S: 'static, T>(
+    tensors: Qkv<&Tensor>,
+    run: impl FnOnce(Qkv<Stored<'_, S>>) -> Result<T>,
+) -> Result<T> {
+    let Qkv { q, k, v } = tensors;
+    read("q", q, |q| read("k", k, |k| read("v", v, |v| run(Qkv { q, k, v }))))
 }
 
 /// A list of f32, such as ALiBi slopes.
