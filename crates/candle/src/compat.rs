@@ -457,7 +457,7 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 /// | `mask` with one query | ignored | added |
 /// | `softcapping` with several queries | refused | applied |
 /// | axes of the mask | all four, of full size | `(queries, keys)` or four, each 1 or of full size |
-/// | gradient | none, silently | an error |
+/// | gradient | none, silently | of q, k and v |
 ///
 /// # Errors
 /// The errors of [`attention`](crate::attention).

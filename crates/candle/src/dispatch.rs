@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// If a tensor is not on the CPU (or, with the features `cuda` and `metal`, not on the device of the others), has another dtype, rank or
 /// shape, or a last axis whose stride is not 1, and if options contradict each other.
 ///
-/// `backward()` through out gives the gradients of q, k and v, on the CPU and not of pages. A variable, or a tensor computed from one, is an error
+/// `backward()` through out gives the gradients of q, k and v, and is an error over pages. A variable, or a tensor computed from one, is an error
 /// as an additive mask, slopes or sinks, and also as q, k or v if the logsumexp is asked for: an operator of candle has one result.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
     apply("attention", Qkv { q, k, v }, options.clone())

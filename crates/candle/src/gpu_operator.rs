@@ -1,6 +1,8 @@
-//! Attention over tensors on GPUs as an operator of candle.
+//! Attention over tensors on GPUs as an operator of candle, with its gradients.
 
 use crate::gpu::{DeviceOf, GpuStorage, NewTensor, Tensors, first, of, prepare, uninit, with_options};
+use crate::gpu_gradient::gradients;
+use crate::gradient::Results;
 use crate::options::Options;
 use crate::storage::{Qkv, refused, refused_shape};
 #[cfg(feature = "cuda")]
@@ -23,6 +25,7 @@ pub(crate) fn apply(
     prepare(tensors, &mut options, device)?;
     let Qkv { q, k, v } = tensors;
     let (lse, wanted) = (Arc::new(Mutex::new(None)), options.lse);
+    options.lse |= [q, k, v].into_iter().any(Tensor::track_op);
     let out = q.apply_op3(k, v, Op { name, options, lse: Arc::clone(&lse) })?;
     if !wanted {
         return Ok((out, None));
@@ -36,7 +39,7 @@ pub(crate) fn apply(
 struct Op {
     name: &'static str,
     options: Options,
-    /// Receives the logsumexp, if the options ask for it.
+    /// Receives the logsumexp, if the options ask for it: 4 bytes for each query row and head, which stay for the backward pass.
     lse: Arc<Mutex<Option<Tensor>>>,
 }
 
@@ -81,6 +84,23 @@ impl CustomOp3 for Op {
         l3: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
         self.forward(Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) })
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        // The gradient of a sum is one element, expanded.
+        let d_out = d_out.contiguous()?;
+        let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(lse) = lse else { bail!("{} kept no logsumexp", self.name) };
+        let results = Results { out, lse: &lse, d_out: &d_out };
+        let Qkv { q, k, v } = gradients(&self.options, Qkv { q, k, v }, &results)?;
+        Ok((Some(q), Some(k), Some(v)))
     }
 }
 

@@ -9,6 +9,8 @@ mod dispatch;
 #[cfg(any(feature = "cuda", feature = "metal"))]
 mod gpu;
 #[cfg(any(feature = "cuda", feature = "metal"))]
+mod gpu_gradient;
+#[cfg(any(feature = "cuda", feature = "metal"))]
 mod gpu_operator;
 mod gradient;
 mod kv_cache;
@@ -25,6 +27,9 @@ pub use compat::{
 };
 pub use dispatch::attention;
 pub use flashtile;
+#[cfg(all(feature = "metal", metal_standin))]
+#[doc(hidden)]
+pub use gpu_gradient::gradients_of;
 pub use kv_cache::{KvCache, Step};
 pub use options::{Mask, Options};
 pub use storage::TensorLayout;

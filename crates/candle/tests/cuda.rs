@@ -13,7 +13,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stdout, reason = "the report")]
 
-use candle_core::{D, DType, Device, Result, Tensor, Var, bail};
+use candle_core::{D, DType, Device, Error, Result, Tensor, Var, bail};
 use flashtile_candle::flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, QOffset};
 use flashtile_candle::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// A name, and cases.
 type Group = (&'static str, fn(&mut Run));
 
-const GROUPS: [Group; 7] = [
+const GROUPS: [Group; 8] = [
     ("f32", |run| dense(run, DType::F32)),
     ("f16", |run| {
         dense(run, DType::F16);
@@ -35,6 +35,10 @@ const GROUPS: [Group; 7] = [
     ("packed", packed),
     ("paged", paged),
     ("caches", caches),
+    ("gradients", |run| {
+        gradients_of_options(run);
+        gradients_of_views(run);
+    }),
 ];
 
 /// Groups that need a device. The last one runs after the others, as it measures.
@@ -634,6 +638,167 @@ fn caches(run: &mut Run) {
     }
 }
 
+/// The largest permitted distance of a gradient from the reference, relative to the largest element: in f32, exponentials have errors of a few
+/// units in their last place; in half precision, probabilities and gradients of scores are rounded for products.
+fn gradient_tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 1e-5,
+        DType::F16 => 4e-3,
+        DType::BF16 => 3e-2,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The gradients of variables, of `sum(out * factors)`, whose factors all differ and have a dtype.
+fn gradients<const N: usize>(vars: &[Var; N], out: &Tensor, dtype: DType) -> Result<[Tensor; N]> {
+    let factors = random(out.dims(), 7, dtype, out.device())?.to_dtype(out.dtype())?;
+    let store = (out * factors)?.sum_all()?.backward()?;
+    let missing = || Error::msg("a variable has no gradient");
+    let all: Result<Vec<Tensor>> =
+        vars.iter().map(|var| store.get(var.as_tensor()).cloned().ok_or_else(missing)).collect();
+    Ok(all?.try_into().expect("as many as variables"))
+}
+
+/// The largest distance of tensors from a reference, relative to the largest element of each.
+fn relative<const N: usize>(got: &[Tensor; N], want: &[Tensor; N]) -> Result<f64> {
+    let mut most = 0f64;
+    for (got, want) in got.iter().zip(want) {
+        let largest = want.to_dtype(DType::F64)?.abs()?.max_all()?.to_scalar::<f64>()?;
+        assert!(largest > 0.0, "a gradient is 0");
+        let far = distance(got, want)? / largest;
+        most = if far > most || far.is_nan() { far } else { most };
+    }
+    Ok(most)
+}
+
+/// Sizes of a problem of gradients.
+#[derive(Clone, Copy)]
+struct Sizes {
+    dtype: DType,
+    dim: usize,
+    value_dim: usize,
+}
+
+const QUERIES: usize = 100;
+const KEYS: usize = 150;
+
+/// Compares gradients of q, k and v `(batch, heads, seq, dim)` with candle's own, of matmul and softmax in f64, with the operator on the CPU,
+/// and with a second run, which has the same bits.
+fn trained(
+    device: &Device,
+    Sizes { dtype, dim, value_dim }: Sizes,
+    terms: &Terms,
+    attend: impl Fn([&Tensor; 3]) -> Result<Tensor>,
+) -> Result<Found> {
+    let make = |heads, rows, dim, seed| random(&[2, heads, rows, dim], seed, dtype, &Device::Cpu);
+    let given = [make(8, QUERIES, dim, 1)?, make(2, KEYS, dim, 2)?, make(2, KEYS, value_dim, 3)?];
+    let of = |on: &Device, inner: DType, attend: &dyn Fn([&Tensor; 3]) -> Result<Tensor>| {
+        let var = |x: &Tensor| Var::from_tensor(&x.to_dtype(inner)?.to_device(on)?);
+        let vars = [var(&given[0])?, var(&given[1])?, var(&given[2])?];
+        gradients(&vars, &attend(vars.each_ref().map(Var::as_tensor))?, dtype)
+    };
+    let (got, again) = (of(device, dtype, &attend)?, of(device, dtype, &attend)?);
+    for (got, again) in got.iter().zip(&again) {
+        assert!(got.device().same_device(device) && got.dtype() == dtype, "{got:?}");
+        assert!(distance(got, again)? == 0.0, "other bits in a second run");
+    }
+    let of_cpu = of(&Device::Cpu, dtype, &attend)?;
+    let exact = of(device, DType::F64, &|qkv| Ok(reference(qkv, terms, DType::F64)?[0].clone()))?;
+    let (from_exact, from_cpu) = (relative(&got, &exact)?, relative(&got, &of_cpu)?);
+    let (most, said) = (gradient_tolerance(dtype), format!("{from_exact:.2e} (f64), {from_cpu:.2e} (CPU)"));
+    // The CPU's are as far from the reference.
+    if from_exact <= most && from_cpu <= 2.0 * most { Ok(Found::Said(said)) } else { bail!("{said}") }
+}
+
+fn gradients_of_options(run: &mut Run) {
+    for dtype in DTYPES {
+        let sizes = Sizes { dtype, dim: 64, value_dim: 48 };
+        run.case(&format!("gradients, GQA 8/2, values of 48, {dtype:?}"), |device| {
+            let options = Options::full().scale(0.125);
+            trained(device, sizes, &Terms::scale(0.125), |[q, k, v]| Ok(attention(q, k, v, &options)?.0))
+        });
+        let sizes = Sizes { value_dim: 64, ..sizes };
+        run.case(&format!("gradients, causal, {dtype:?}"), |device| {
+            let terms = Terms::scale(0.125).window([QUERIES, KEYS], None, Some(0));
+            trained(device, sizes, &terms, |[q, k, v]| {
+                let [q, k, v] = &[q, k, v].map(swap);
+                Ok(swap(&flash_attn(q, k, v, 0.125, true)?))
+            })
+        });
+    }
+    let sizes = Sizes { dtype: DType::F32, dim: 64, value_dim: 64 };
+    run.case("gradients, causal window, softcap, F32", |device| {
+        let mut terms = Terms::scale(0.5).window([QUERIES, KEYS], Some(40), Some(0));
+        terms.softcap = Some(0.9);
+        let options = Options::decode().window(40, 0).softcap(0.9).scale(0.5);
+        trained(device, sizes, &terms, |[q, k, v]| Ok(attention(q, k, v, &options)?.0))
+    });
+    run.case("gradients, causal, ALiBi, sinks, additive mask, F32", |device| {
+        let slopes: Vec<f32> = (1..=8).map(|n| 0.5f32.powi(n)).collect();
+        let mut terms = Terms::scale(0.125).causal_alibi([QUERIES, KEYS], &slopes);
+        let mask = random(&[1, 1, QUERIES, KEYS], 5, DType::F32, &Device::Cpu)?;
+        let bias = terms.bias.take().expect("ALiBi is a bias");
+        terms.bias = Some(bias.broadcast_add(&mask.to_dtype(DType::F64)?)?);
+        let sinks = random(&[8], 6, DType::F32, &Device::Cpu)?;
+        terms.sinks = Some(sinks.clone());
+        trained(device, sizes, &terms, |[q, k, v]| {
+            let on = |x: &Tensor| x.to_device(q.device());
+            let options = Options::decode().scale(0.125).mask(Mask::Additive(on(&mask)?)).sinks(&on(&sinks)?);
+            let options = options.alibi(&Tensor::from_slice(&slopes, 8, q.device())?);
+            Ok(attention(q, k, v, &options)?.0)
+        })
+    });
+    run.case("gradients, kv_lens, F32", |device| {
+        let lens = [KEYS, 77];
+        let hidden = (0..2 * KEYS).map(|n| if n % KEYS < lens[n / KEYS] { 0.0 } else { f64::NEG_INFINITY });
+        let mut terms = Terms::scale(0.125);
+        terms.bias = Some(Tensor::from_iter(hidden, &Device::Cpu)?.reshape((2, 1, 1, KEYS))?);
+        let options = Options::full().scale(0.125).kv_lens(&lens);
+        trained(device, sizes, &terms, |[q, k, v]| Ok(attention(q, k, v, &options)?.0))
+    });
+}
+
+fn gradients_of_views(run: &mut Run) {
+    for dtype in [DType::F32, DType::BF16] {
+        run.case(&format!("gradients, packed, q, k and v in one variable, {dtype:?}"), |device| {
+            let all = random(&[100, 3, 4, 64], 4, dtype, device)?;
+            let part = |x: &Tensor, n: usize| x.narrow(1, n, 1)?.squeeze(1);
+            let fused = [Var::from_tensor(&all)?];
+            let x = fused[0].as_tensor();
+            let options = Options::causal().scale(0.125).cu_seqlens(&[0, 30, 100], &[0, 30, 100]);
+            let out = attention(&part(x, 0)?, &part(x, 1)?, &part(x, 2)?, &options)?.0;
+            let got = gradients(&fused, &out, dtype)?;
+            let fused = [Var::from_tensor(&all.to_dtype(DType::F64)?)?];
+            let x = fused[0].as_tensor();
+            let sequence = |start, len| {
+                let rows = |n| part(x, n)?.narrow(0, start, len)?.transpose(0, 1)?.unsqueeze(0);
+                let terms = Terms::scale(0.125).window([len, len], None, Some(0));
+                let [out, _] = reference([&rows(0)?, &rows(1)?, &rows(2)?], &terms, DType::F64)?;
+                out.squeeze(0)?.transpose(0, 1)
+            };
+            let out = Tensor::cat(&[&sequence(0, 30)?, &sequence(30, 70)?], 0)?;
+            let far = relative(&got, &gradients(&fused, &out, dtype)?)?;
+            if far > gradient_tolerance(dtype) {
+                bail!("{far:.2e} from candle's in f64")
+            }
+            Ok(Found::Said(format!("{far:.2e} (f64)")))
+        });
+    }
+    run.case("gradients, queries that see no key, F32", |device| {
+        let make =
+            |heads, rows, seed| Var::from_tensor(&random(&[2, heads, rows, 64], seed, DType::F32, device)?);
+        let vars = [make(4, 3, 1)?, make(2, 5, 2)?, make(2, 5, 3)?];
+        let [q, k, v] = vars.each_ref().map(Var::as_tensor);
+        // A query before all keys sees none.
+        let options = Options::causal().q_offset(QOffset::At(-9));
+        let found = gradients(&vars, &attention(q, k, v, &options)?.0, DType::F32)?;
+        for gradient in &found {
+            assert!(distance(gradient, &gradient.zeros_like()?)? == 0.0, "{gradient:?}");
+        }
+        Ok(Found::Said("0".to_owned()))
+    });
+}
+
 fn plans(run: &mut Run) {
     run.case("equal calls have equal bits, F32", |device| {
         let [q, k, v] = &inputs([2, 200, 300, 8, 2, 64], DType::F32, device)?;
@@ -724,6 +889,38 @@ fn in_order(device: &Device) -> Result<Found> {
     Ok(Found::Distance(found))
 }
 
+/// A training step behind other work, ordered by the stream alone.
+fn trains_in_order(device: &Device) -> Result<Found> {
+    let (dtype, shape) = (DType::F16, [2, 200, 8, 64]);
+    let step = |vars: &[Var; 3]| {
+        let [q, k, v] = vars.each_ref().map(Var::as_tensor);
+        gradients(vars, &flash_attn(q, k, v, 0.125, true)?, dtype)
+    };
+    let variables = |q: &Tensor| {
+        let (k, v) = ((q * 0.5)?, q.affine(-1.0, 0.25)?);
+        Ok::<_, Error>([Var::from_tensor(q)?, Var::from_tensor(&k)?, Var::from_tensor(&v)?])
+    };
+    // After this step, the kernels and the plans exist: nothing below waits for the host.
+    step(&variables(&random(&shape, 1, dtype, device)?)?)?;
+    let chain = Chain::new(device)?;
+    let (got, kept) = {
+        let end = chain.end(20)?.flatten_all()?.narrow(0, 0, shape.iter().product())?;
+        let q = end.clamp(-1f32, 1f32)?.reshape(&shape)?.to_dtype(dtype)?;
+        (step(&variables(&q)?)?, q.copy()?)
+    };
+    // The memory of the step is free now, and the next work writes it.
+    let junk: Vec<Tensor> =
+        (0..8).map(|_| Tensor::full(1000f32, &shape, device)?.to_dtype(dtype)).collect::<Result<_>>()?;
+    device.synchronize()?;
+    drop(junk);
+    let want = step(&variables(&kept)?)?;
+    for (got, want) in got.iter().zip(&want) {
+        let far = distance(got, want)?;
+        assert!(far == 0.0, "{far:e} from a step by itself");
+    }
+    Ok(Found::Said("the bits of a step by itself".to_owned()))
+}
+
 /// The time that calls take while the device is busy.
 fn does_not_wait(device: &Device) -> Result<Found> {
     let [q, k, v] = &inputs([2, 200, 200, 8, 8, 64], DType::F16, device)?;
@@ -758,6 +955,10 @@ fn does_not_wait(device: &Device) -> Result<Found> {
 fn streams(run: &mut Run) {
     run.case("work before and after, in order, candle's default stream", in_order);
     run.case("calls do not wait for the device", does_not_wait);
+    run.case("a training step behind other work, in order, candle's default stream", trains_in_order);
+    run.case("a training step behind other work, in order, a stream of its own", |_| {
+        trains_in_order(&Device::new_cuda_with_stream(0)?)
+    });
     run.case("work before and after, in order, a stream of its own", |_| {
         in_order(&Device::new_cuda_with_stream(0)?)
     });
@@ -815,7 +1016,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, expected: &str) -> Result<Stri
 type Refusal = (&'static str, fn(&Device) -> Result<String>);
 
 fn refusals(run: &mut Run) {
-    let places_and_gradients: [Refusal; 5] = [
+    let places_and_gradients: [Refusal; 6] = [
         ("tensors on two devices", |device| {
             let [q, k, v] = &inputs([1, 4, 4, 2, 2, 64], DType::F32, device)?;
             refused(flash_attn(q, &k.to_device(&Device::Cpu)?, v, 1.0, false), "k is on Cpu")?;
@@ -840,11 +1041,21 @@ fn refusals(run: &mut Run) {
             let x = random(&[3, 2, 64], 1, DType::F32, device)?;
             refused(cache.step(&[(sequence, 3)])?.attend(0, &x, &x, &x), "q is on Cuda")
         }),
-        ("a gradient", |device| {
-            let [q, k, v] = &inputs([1, 4, 4, 2, 2, 64], DType::F32, device)?;
+        ("a gradient over pages", |device| {
+            let [q, k, v] = &packed_inputs(DType::F16, device)?;
+            let [pool_k, pool_v, table] = &pages([k, v])?;
+            let (sq, sk) = (ends(&Q_LENS, DType::U32, device)?, ends(&K_LENS, DType::U32, device)?);
             let q = Var::from_tensor(q)?;
-            let out = flash_attn(q.as_tensor(), k, v, 1.0, false)?;
-            refused(out.sum_all()?.backward().map(|_| ()), "")
+            let out = paged_attention([q.as_tensor(), pool_k, pool_v], [&sq, &sk], table, None, None)?;
+            refused(out.sum_all()?.backward().map(|_| ()), "in the pages of a cache have no gradients")
+        }),
+        ("gradients of a mask and of sinks", |device| {
+            let [q, k, v] = &inputs([1, 4, 4, 2, 2, 64], DType::F32, device)?.map(|x| swap(&x));
+            let mask = Var::from_tensor(&random(&[4, 4], 4, DType::F32, device)?)?;
+            let options = Options::full().mask(Mask::Additive(mask.as_tensor().clone()));
+            refused(attention(q, k, v, &options), "mask is a variable")?;
+            let sinks = Var::from_tensor(&random(&[2], 5, DType::F32, device)?)?;
+            refused(attention(q, k, v, &Options::full().sinks(sinks.as_tensor())), "sinks is a variable")
         }),
         ("a gradient of the logsumexp", |device| {
             let [q, k, v] = &inputs([1, 4, 4, 2, 2, 64], DType::F32, device)?;

@@ -3,11 +3,11 @@
 #![cfg(metal_standin)]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use flashtile_candle::flashtile::{BlockTables, CacheDesc, CacheLayout, CacheShape, Codec, QOffset};
 use flashtile_candle::{
     KvCache, Mask, Options, TensorLayout, attention, flash_attn, flash_attn_alibi, flash_attn_varlen,
-    flash_attn_windowed, sdpa,
+    flash_attn_windowed, gradients_of, sdpa,
 };
 use flashtile_metal_standin::{Control, Order, Timing, control};
 use objc2::rc::autoreleasepool;
@@ -148,6 +148,82 @@ fn packed_and_paged_sequences() {
             let options = Options::decode().paged(&[0, 1, 7], tables.clone());
             Ok(attention(q, k, v, &options)?.0)
         });
+        assert_eq!(control.take_violations(), [""; 0]);
+    });
+}
+
+/// Gradients of q, k and v on the CPU, by candle's `backward()` of `sum(out * d_out)`.
+fn gradients_here(qkv: &[Tensor; 3], d_out: &Tensor, options: &Options) -> Result<[Tensor; 3]> {
+    let vars = [Var::from_tensor(&qkv[0])?, Var::from_tensor(&qkv[1])?, Var::from_tensor(&qkv[2])?];
+    let [q, k, v] = vars.each_ref().map(Var::as_tensor);
+    let store = (attention(q, k, v, options)?.0 * d_out)?.sum_all()?.backward()?;
+    Ok(vars.each_ref().map(|var| store.get(var.as_tensor()).unwrap().clone()))
+}
+
+/// Compares gradients on a device with those on the CPU, and with a second run; `options` puts its tensors where a function does.
+fn compare_gradients(seed: u64, dtype: DType, options: impl Fn(&dyn Fn(&Tensor) -> Tensor) -> Options) {
+    let (device, control, _alone) = device(seed);
+    let there = |x: &Tensor| x.to_device(&device).unwrap();
+    let (qkv, d_out) = (tensors(dtype), tensor(&[2, 33, 8, 64], 5, dtype));
+    let want = gradients_here(&qkv, &d_out, &options(&Tensor::clone).layout(TensorLayout::Bshd)).unwrap();
+    let options = options(&there).layout(TensorLayout::Bshd);
+    let [q, k, v] = &qkv.each_ref().map(there);
+    let (out, lse) = attention(q, k, v, &options.clone().lse()).unwrap();
+    let results = [&out, &lse.unwrap(), &there(&d_out)];
+    let got = gradients_of([q, k, v], results, &options).unwrap();
+    for (want, got) in want.iter().zip(&got) {
+        let largest = want.to_dtype(DType::F32).unwrap().abs().unwrap().max_all().unwrap();
+        let (far, largest) = (distance(want, got), largest.to_scalar::<f32>().unwrap());
+        assert!(largest > 0.0 && far <= 4.0 * tolerance(dtype) * largest, "{seed}: {far} of {largest}");
+    }
+    let first = got.map(|gradient| gradient.to_device(&Device::Cpu).unwrap());
+    // Late: what runs before somebody waits for it would be seen.
+    control.set_timing(Timing::LATE);
+    let before = control.counters();
+    let again = gradients_of([q, k, v], results, &options).unwrap();
+    let after = control.counters();
+    assert_eq!((after.dispatches, after.pipelines), (before.dispatches, before.pipelines), "{seed}");
+    for (first, again) in first.iter().zip(&again) {
+        assert_eq!(distance(first, again), 0.0, "{seed}");
+    }
+    assert_eq!(control.take_violations(), [""; 0]);
+}
+
+// Each on a device of its own: kernels reach 31 buffers on the software device, those included that candle keeps.
+#[test]
+fn gradients_are_those_on_the_cpu() {
+    autoreleasepool(|_| compare_gradients(11, DType::F32, |_| Options::decode().softcap(3.0)));
+    autoreleasepool(|_| {
+        compare_gradients(12, DType::F32, |on| {
+            let visible = Tensor::from_iter((0..33 * 40).map(|n| u8::from(n % 3 > 0)), &Device::Cpu);
+            let mask = Mask::Visible(on(&visible.unwrap().reshape((33, 40)).unwrap()));
+            Options::full().mask(mask).sinks(&on(&tensor(&[8], 6, DType::F32))).kv_lens(&[40, 21])
+        });
+    });
+    autoreleasepool(|_| {
+        compare_gradients(13, DType::F16, |on| {
+            Options::decode().alibi(&on(&tensor(&[8], 4, DType::F32).abs().unwrap()))
+        });
+    });
+    autoreleasepool(|_| compare_gradients(14, DType::BF16, |_| Options::decode().window(9, 0)));
+}
+
+#[test]
+fn variables_keep_a_logsumexp_on_the_device() {
+    autoreleasepool(|_| {
+        let (device, control, _alone) = device(15);
+        let here = tensors(DType::F32);
+        let [q, k, v] = &here.each_ref().map(|x| x.to_device(&device).unwrap());
+        let var = Var::from_tensor(q).unwrap();
+        let out = flash_attn(var.as_tensor(), k, v, 0.125, true).unwrap();
+        assert!(out.track_op());
+        assert!(distance(&flash_attn(&here[0], &here[1], &here[2], 0.125, true).unwrap(), &out) < 4e-6);
+        let of_lse = attention(var.as_tensor(), k, v, &Options::full().layout(TensorLayout::Bshd).lse());
+        assert!(of_lse.unwrap_err().to_string().starts_with("q is a variable"));
+        let mask = Var::from_tensor(&tensor(&[33, 40], 4, DType::F32).to_device(&device).unwrap()).unwrap();
+        let options =
+            Options::full().layout(TensorLayout::Bshd).mask(Mask::Additive(mask.as_tensor().clone()));
+        assert!(attention(q, k, v, &options).unwrap_err().to_string().starts_with("mask is a variable"));
         assert_eq!(control.take_violations(), [""; 0]);
     });
 }
