@@ -6,7 +6,7 @@ use crate::failure::refused;
 use crate::memory::{Axes, DeviceList, Memory, OnDevice, blocks};
 use crate::process;
 use flashtile::gpu::GpuGradients;
-use flashtile::{BackwardInputs, Gradients, Runner, Unsupported, cuda};
+use flashtile::{BackwardInputs, Gradients, Runner, cuda};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -168,22 +168,20 @@ impl<'py> Made<'py> {
     ) -> PyResult<()> {
         self.check_exclusive()?;
         let Self { d_q, d_k, d_v, d_sinks, d_bias, d_alibi_slopes } = self;
-        if d_bias.is_some() {
-            let why = "GPUs do not compute the gradient of a mask";
-            return Err(refused(Unsupported::Backward { why }));
-        }
         let mut d_q = d_q.memory.device_tensor_mut(axes, others, on)?;
         let mut d_k = d_k.memory.device_tensor_mut(axes, others, on)?;
         let mut d_v = d_v.memory.device_tensor_mut(axes, others, on)?;
         let mut d_sinks = device_list(d_sinks, others, on)?;
+        let mut d_bias = device_list(d_bias, others, on)?;
         let mut d_alibi_slopes = device_list(d_alibi_slopes, others, on)?;
-        let mut gradients = GpuGradients {
-            d_q: d_q.view_mut().map_err(refused)?,
-            d_k: d_k.view_mut().map_err(refused)?,
-            d_v: d_v.view_mut().map_err(refused)?,
-            d_sinks: d_sinks.as_mut().map(DeviceList::view_mut),
-            d_alibi_slopes: d_alibi_slopes.as_mut().map(DeviceList::view_mut),
-        };
+        let mut gradients = GpuGradients::new(
+            d_q.view_mut().map_err(refused)?,
+            d_k.view_mut().map_err(refused)?,
+            d_v.view_mut().map_err(refused)?,
+        );
+        gradients.d_sinks = d_sinks.as_mut().map(DeviceList::view_mut);
+        gradients.d_bias = d_bias.as_mut().map(DeviceList::view_mut);
+        gradients.d_alibi_slopes = d_alibi_slopes.as_mut().map(DeviceList::view_mut);
         run(&mut gradients)
     }
 

@@ -14,8 +14,6 @@ from test_gradients import (  # noqa: E402
 )  # fmt: skip
 
 DEVICE = torch.device("cuda", 0)
-# Inputs of which there is no gradient on a GPU.
-WITHOUT = ("mask",)
 # Largest differences, relative to the largest magnitude of a gradient. In float32, p has the error of a fast exp2, 2 units in its last place,
 # and of its score; in half precision, p and the gradients of scores are rounded for products.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -36,7 +34,7 @@ def leaves(tensors, options, dtype=None, device=DEVICE):
     made = {}
     for name, x in given.items():
         made[name] = (x if dtype is None or x.dtype == torch.bool else x.to(dtype)).detach().clone().to(device)
-        made[name].requires_grad_(name not in WITHOUT)
+        made[name].requires_grad_(x.dtype != torch.bool)
     return made
 
 
@@ -313,8 +311,6 @@ def test_graphs():
 def test_what_is_refused():
     q, k, v = (x.requires_grad_() for x in on_device(qkv(BATCH)))
     bias = torch.randn(33, 33, device=DEVICE)
-    with pytest.raises(ValueError, match="GPUs do not compute the gradient of a mask"):
-        attention(q, k, v, mask=bias.clone().requires_grad_()).sum().backward()
     (d_q,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="flashtile computes no second derivatives"):
         d_q.sum().backward()
@@ -330,7 +326,7 @@ def test_what_is_refused():
     for changed, error, what in (
         ({"d_sinks": True}, ValueError, "d_sinks was asked for, and there is no option sinks"),
         ({"d_bias": True}, ValueError, "d_bias was asked for, and there is no mask that is added"),
-        ({"d_bias": True, "mask": bias}, ValueError, "GPUs do not compute the gradient of a mask"),
+        ({"d_bias": True, "mask": bias > 0}, ValueError, "d_bias was asked for, and there is no mask that is added"),
         ({"lse": lse[:, :, :8]}, ValueError, r"lse has shape \[2, 4, 8\], expected \[2, 4, 33\]"),
         ({"lse": lse.transpose(0, 1).contiguous().transpose(0, 1)}, BufferError, "lse has strides"),
         ({"lse": lse.half()}, BufferError, "lse is not a dense array of float32"),
@@ -366,16 +362,16 @@ def test_transforms():
 
 def test_opcheck():
     """The fake of both operators gives what the real ones do, with gradients."""
-    for name in ("causal", "sinks", "ALiBi", "bool", "bshd"):
+    for name in ("causal", "sinks", "ALiBi", "bias for all", "bool", "bshd"):
         tensors, options = problem(name)
-        inputs = leaves(tensors, {key: x for key, x in options.items() if key != "mask"})
-        rest = {key: on_device(value) for key, value in options.items() if key not in inputs and key != "mask"}
+        inputs = leaves(tensors, options)
+        rest = {key: on_device(value) for key, value in options.items() if key not in inputs}
         rest["q_offset"] = options.get("q_offset")
         positional = [inputs.get(key) for key in DIFFERENTIABLE]
         torch.library.opcheck(torch.ops.flashtile.attention.default, tuple(positional), rest | {"return_lse": True})
         given = [None if x is None else x.detach() for x in positional]
         out, lse = torch.ops.flashtile.attention(*given, **rest, return_lse=True)
-        wanted = {NAMES[key]: True for key in inputs if key in NAMES}
+        wanted = {NAMES[key]: True for key in differentiated(inputs) if key in NAMES}
         for d_lse in (None, torch.randn_like(lse)):
             torch.library.opcheck(torch.ops.flashtile.attention_backward.default, (torch.randn_like(out), d_lse, out, lse, *given), rest | wanted)
 
@@ -410,7 +406,7 @@ def test_a_model_learns(is_padded):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = losses("sdpa", *given)
     assert want[-1] < 0.1 * want[0]
-    assert ((got - want).abs() / want).max() <= 1e-3
+    assert ((got - want).abs() / want).max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])

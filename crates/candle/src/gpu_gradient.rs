@@ -89,13 +89,11 @@ fn run<S: GpuStorage>(
     };
     {
         let (mut d_q, mut d_k, mut d_v) = (new.q.lend(on)?, new.k.lend(on)?, new.v.lend(on)?);
-        let mut gradients = GpuGradients {
-            d_q: d_q.tensor().map_err(|error| of("d_q", error))?,
-            d_k: d_k.tensor().map_err(|error| of("d_k", error))?,
-            d_v: d_v.tensor().map_err(|error| of("d_v", error))?,
-            d_sinks: None,
-            d_alibi_slopes: None,
-        };
+        let mut gradients = GpuGradients::new(
+            d_q.tensor().map_err(|error| of("d_q", error))?,
+            d_k.tensor().map_err(|error| of("d_k", error))?,
+            d_v.tensor().map_err(|error| of("d_v", error))?,
+        );
         S::launch(session, device, |session| {
             let done = session.run_backward(&desc, &inputs, &mut gradients);
             done.map_err(|error| refused_shape(error, axes))

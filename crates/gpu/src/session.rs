@@ -245,7 +245,7 @@ impl<E: Engine> Session<E> {
     ///
     /// # Errors
     /// The errors of [`Session::plan`]; [`SessionError::Unsupported`] also where the problem has no gradients.
-    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&BackwardPlan, E::Error> {
+    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&PortableBackwardPlan, E::Error> {
         self.select_backward(desc)?;
         Ok(&self.backward[0].plan)
     }

@@ -50,8 +50,8 @@ fn gradients_match_the_oracle_and_have_the_same_bits_again() {
 #[test]
 fn gradients_by_pipelines_of_fewer_threads() {
     let mut profile = Profile::m1();
-    (profile.pipeline_threads, profile.compiles_for_declared_threads) = (100, false);
-    profile.name = "Apple M1 of 100 threads".to_owned();
+    (profile.pipeline_threads, profile.compiles_for_declared_threads) = (200, false);
+    profile.name = "Apple M1 of 200 threads".to_owned();
     let metal = metal(profile);
     let mut session = metal.session();
     let case = Case::new("bias", [1, 2, 2, 70, 80, 64, 64], Dtype::F16).mask(
