@@ -2,7 +2,6 @@
 
 use crate::failure::{Failure, Result};
 use crate::machine::Work;
-use crate::plan::object;
 use crate::report;
 use flashtile::{AnyBackwardPlan, AnyPlan};
 use serde_json::{Value, json};
@@ -31,7 +30,7 @@ pub(crate) fn words(plan: &AnyBackwardPlan) -> String {
 
 /// The fields of a plan.
 pub(crate) fn json(plan: &AnyBackwardPlan) -> Value {
-    let mut json = object(&plan.fields());
+    let mut json = report::fields(&plan.fields());
     let common = json!({
         "kernel": plan.kernel(),
         "tasks": plan.task_count(),

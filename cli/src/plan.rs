@@ -16,7 +16,6 @@ use crate::report;
 use crate::run::{dims_json, shapes};
 use crate::select::{planned, select, unplanned};
 use clap::Args;
-use flashtile::plan::Field;
 use flashtile::{
     AnyBackwardPlan, AnyPlan, BackendName, Dims, Dtype, HeadShape, PlanOptions, Problem, ProblemDesc,
     SeqLens, Sequences, SharedPrefix,
@@ -355,7 +354,7 @@ impl Shown<'_> {
     fn json(&self, drawn: Option<(usize, Counts)>) -> Value {
         let (problem, work) = (self.plan.problem(), Work::of(self.plan));
         let estimate = Estimate::of(self.plan);
-        let mut json = object(&self.plan.explain().fields);
+        let mut json = report::fields(&self.plan.explain().fields);
         let common = json!({
             "kernel": self.plan.kernel(),
             "backend": self.plan.backend(),
@@ -390,22 +389,6 @@ impl Shown<'_> {
             json.extend(common);
         }
         json
-    }
-}
-
-/// Fields of a plan as JSON.
-pub(crate) fn object(fields: &[(&'static str, Field)]) -> Value {
-    let value = |(name, field): &(&'static str, Field)| ((*name).to_owned(), value(field));
-    Value::Object(fields.iter().map(value).collect())
-}
-
-fn value(field: &Field) -> Value {
-    match field {
-        Field::Count(count) => json!(count),
-        Field::Number(number) => json!(number),
-        Field::Text(text) => json!(text),
-        Field::List(fields) => Value::Array(fields.iter().map(value).collect()),
-        Field::Object(fields) => object(&fields.0),
     }
 }
 

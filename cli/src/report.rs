@@ -4,6 +4,7 @@ use crate::escape::escaped;
 use crate::failure::{Failure, Result};
 use flashtile::human::scaled;
 pub(crate) use flashtile::human::{bytes, counted, noun, percent};
+use flashtile::plan::Field;
 use serde_json::Value;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -150,6 +151,22 @@ impl Display for Table {
             writeln!(f, "{}", text.trim_end())?;
         }
         Ok(())
+    }
+}
+
+/// Fields of a plan as JSON.
+pub(crate) fn fields(fields: &[(&'static str, Field)]) -> Value {
+    let value = |(name, field): &(&'static str, Field)| ((*name).to_owned(), value(field));
+    Value::Object(fields.iter().map(value).collect())
+}
+
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Count(count) => Value::from(*count),
+        Field::Number(number) => Value::from(*number),
+        Field::Text(text) => Value::from(text.as_str()),
+        Field::List(fields) => Value::Array(fields.iter().map(value).collect()),
+        Field::Object(fields) => self::fields(&fields.0),
     }
 }
 

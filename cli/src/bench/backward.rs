@@ -17,7 +17,7 @@ use flashtile_bench::seeded::Rng;
 /// The limit of a gradient's error, relative to that of the forward pass: one more product of rounded factors.
 const LIMIT: f64 = 2.0;
 
-/// What a backward pass reads, in head-major order.
+/// The inputs of a backward pass, in head-major order.
 struct Subject<'a> {
     problem: &'a Problem,
     operands: Operands,

@@ -37,7 +37,7 @@ pub(super) fn name(case: &Case) -> String {
 /// Largest number of scores of a case on the simulator.
 const MAX_SIMULATED_SCORES: usize = 3_000;
 
-/// What computes gradients.
+/// A processor or a device that computes gradients.
 pub(super) struct GradientRunner {
     name: String,
     computes: Computes,

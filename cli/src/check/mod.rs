@@ -254,7 +254,7 @@ fn cpus(args: &CheckArgs) -> Result<Vec<Cpu>> {
     isas.into_iter().map(cpu).collect()
 }
 
-/// What runs the cases of the forward pass.
+/// Runners of the cases of the forward pass.
 type Runners = Vec<Box<dyn Runner>>;
 
 /// The backends selected by the options, for both passes.

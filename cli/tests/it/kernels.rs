@@ -4,7 +4,7 @@ use crate::commands::ok;
 use crate::files::{Folder, assert_refused, flashtile};
 use serde_json::Value;
 
-const KERNELS: [&str; 9] = [
+const KERNELS: [&str; 14] = [
     "decode",
     "merge",
     "encode",
@@ -14,6 +14,11 @@ const KERNELS: [&str; 9] = [
     "read_elements",
     "hadamard",
     "mask_tiles",
+    "row_terms",
+    "backward_q",
+    "backward_kv",
+    "backward_bias",
+    "sum_rows",
 ];
 
 pub(crate) fn json_lines(args: &[&str]) -> Vec<Value> {
@@ -154,7 +159,7 @@ fn refusals() {
     let cases = [
         (
             vec!["kernels", "list", "decod"],
-            "decod is not a kernel, expected decode, encode, merge, append, prefill, read_codes, hadamard, copy_rows, mask_tiles, read_elements",
+            "decod is not a kernel, expected decode, encode, merge, append, prefill, read_codes, hadamard, sum_rows, copy_rows, row_terms, backward_q, backward_kv, mask_tiles, read_elements, backward_bias",
         ),
         (
             print(&[]),

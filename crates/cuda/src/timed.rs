@@ -10,7 +10,7 @@ use crate::plan::CudaPlan;
 use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_gpu::backward::plan::PortableBackwardPlan;
-use flashtile_gpu::backward::uploaded_run::UploadedBackwardRun;
+use flashtile_gpu::uploaded_backward::UploadedBackwardRun;
 use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use std::sync::Arc;
 

@@ -357,14 +357,14 @@ impl Launches {
         std::iter::once(self.kernels.attend.instance()).chain(kept).chain(&self.kernels.merge).collect()
     }
 
-    /// The first kernel's name.
-    pub fn kernel(&self) -> &'static str {
-        self.kernels.attend.instance().kernel().name
-    }
-
     /// The first kernel.
     pub const fn first(&self) -> &Instance {
         self.kernels.attend.instance()
+    }
+
+    /// The name of the first kernel's instance.
+    pub fn entry(&self) -> String {
+        self.first().entry()
     }
 
     /// The kernels, each with the values of its `#[constant]` parameters in launches, in order.

@@ -44,6 +44,7 @@ pub mod simulator;
 pub mod tensors;
 pub mod tile;
 pub mod upload;
+pub mod uploaded_backward;
 pub mod uploaded_run;
 pub mod variant;
 

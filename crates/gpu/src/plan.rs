@@ -109,7 +109,7 @@ impl Plan {
         let tables = Tables::of(problem);
         let regions = regions(problem, launches.shape(), &tables);
         let regions = regions.filter(|regions| isize::try_from(regions.len).is_ok());
-        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: launches.first().entry() })?;
+        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: launches.entry() })?;
         Ok(Self { problem: problem.clone(), launches, tables, tile, regions })
     }
 

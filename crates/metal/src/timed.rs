@@ -7,8 +7,8 @@ use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_gpu::SessionError;
 use flashtile_gpu::backward::plan::PortableBackwardPlan;
-use flashtile_gpu::backward::uploaded_run::UploadedBackwardRun;
 use flashtile_gpu::engine::PortableEngine;
+use flashtile_gpu::uploaded_backward::UploadedBackwardRun;
 use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use flashtile_kernel::metal::{Error, Gpu};
 

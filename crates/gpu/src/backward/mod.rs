@@ -8,7 +8,6 @@
 //! | [`planner`] | plans as backends report them: names, sizes, words |
 //! | [`run`] | workspace and launches |
 //! | [`upload`] | copies of host tensors, and the gradients' way back |
-//! | [`uploaded_run`] | runs to be measured |
 
 pub mod plan;
 pub mod planner;
@@ -16,4 +15,3 @@ pub mod run;
 pub mod tensors;
 pub mod tile;
 pub mod upload;
-pub mod uploaded_run;

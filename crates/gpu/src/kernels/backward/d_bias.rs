@@ -138,7 +138,7 @@ fn store_mask<const ROWS: usize, const COLUMNS: usize, const SIMD_GROUPS: usize>
 /// ```
 ///
 /// Groups are (tiles of `16 ROW_TILES SIMD_GROUPS / TEAM_SIMDS` rows times tiles of `16 KEY_TILES` keys, heads, sequences), each 1 where the
-/// mask is broadcast; `params.tiles` tiles of rows, and `params.group` 1: rows are of one query head. Generics are those of
+/// mask is broadcast; `params.tiles` tiles of rows, and `params.group` 1: rows are of one query head. It has the generics of
 /// [`backward_q`](super::d_q::backward_q()).
 #[kernel(
     threads = (32 * SIMD_GROUPS) as u32,

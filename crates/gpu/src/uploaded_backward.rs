@@ -1,7 +1,7 @@
 //! A backward pass whose tensors were copied to a device, to be run again and again.
 
-use super::plan::PortableBackwardPlan;
-use super::upload::{BackwardResults, UploadedBackward};
+use crate::backward::plan::PortableBackwardPlan;
+use crate::backward::upload::{BackwardResults, UploadedBackward};
 use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
 use crate::session::Session;
