@@ -163,7 +163,7 @@ fn refusals() {
         ),
         (
             print(&[]),
-            "expected a kernel (decode, merge, prefill, encode, append, copy_rows, read_codes, read_elements, hadamard, mask_tiles), an instance or --all",
+            "expected a kernel (decode, merge, prefill, encode, append, copy_rows, read_codes, read_elements, hadamard, mask_tiles, row_terms, backward_q, backward_kv, backward_bias, sum_rows), an instance or --all",
         ),
         (print(&["mask_tile"]), "mask_tile is neither a kernel nor an instance, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
