@@ -39,7 +39,10 @@ if [ -n "$peers" ]; then
     python3 "$here/peers/run.py" "$out" --only "$peers" --cpus "$cpus" --seconds "$seconds" "${few[@]}" || [ -s "$out/missing.txt" ]
     # PyTorch alone has a backward pass.
     case ",$peers," in *,torch,*)
-        python3 "$here/peers/run.py" "$out" --only torch --cpus "$cpus" --seconds "$seconds" --head-dim "$dims" backward || [ -s "$out/missing.txt" ] ;;
+        python3 "$here/peers/run.py" "$out/backward" --only torch --cpus "$cpus" --seconds "$seconds" --head-dim "$dims" backward ||
+            [ -s "$out/backward/missing.txt" ]
+        cat "$out/backward/peers.jsonl" >> "$out/peers.jsonl"
+        cat "$out/backward/missing.txt" >> "$out/missing.txt" ;;
     esac
 fi
 

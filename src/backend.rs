@@ -2,8 +2,8 @@
 
 use crate::error::Result;
 use flashtile_core::dtype::Dtype;
-use flashtile_core::gradients::{BackwardInputs, Gradients};
-use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::gradients::{self, BackwardInputs, Gradients};
+use flashtile_core::inputs::{Inputs, Outputs, RunError};
 use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
 use std::fmt;
@@ -98,15 +98,19 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Run`](crate::Error::Run) where the tensors do not fit the plan's problem, or the plan is another backend's; the errors of the
-    /// device.
+    /// device. Without a definition of its own, a backend measures its session over tensors of the host.
     fn timed_backward<'t>(
         &'t self,
         plan: &'t AnyBackwardPlan,
         inputs: &BackwardInputs<'t>,
         gradients: &Gradients<'_>,
     ) -> Result<Box<dyn TimedBackward + 't>> {
-        let _ = gradients;
-        let session = self.session(PlanOptions::default())?;
+        let kernel = plan.kernel();
+        if !kernel.starts_with(self.facts().backend()) {
+            return Err(RunError::OtherBackend { kernel }.into());
+        }
+        gradients::check(plan.problem(), inputs, gradients)?;
+        let session = self.session(plan.options())?;
         Ok(Box::new(SessionBackward { session, desc: plan.problem().desc(), inputs: *inputs }))
     }
 

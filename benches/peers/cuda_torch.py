@@ -75,7 +75,7 @@ def over_pages(q, k, v):
 
 
 def implementations(problem, causal, q, k, v):
-    """Functions that compute one problem: names, functions, and the tensors whose gradients the backward pass is of."""
+    """Functions that compute one problem: names, functions, and the tensors to differentiate by."""
     window = problem["window"]
     if flashtile:
         options = {"causal": causal} | ({"window": (window, 0)} if window else {})

@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::machine;
 use crate::options::CpuArgs;
-use flashtile::{AnyPlan, BackendName, Choice, PlanOptions, Problem, Unsupported};
+use flashtile::{AnyPlan, BackendName, Choice, KernelChoice, PlanOptions, Problem, Unsupported};
 use std::sync::Arc;
 
 /// Selects the backend that is asked for, and plans. The library chooses for auto, unless options restrict the cpu, or ask for gradients
@@ -15,18 +15,21 @@ pub(crate) fn select(
     problem: &Problem,
     options: PlanOptions,
 ) -> Result<Choice> {
-    let mut given = cpu.given();
+    let given = cpu.given();
     let name = asked.backend();
     if !(asked.is_auto() || name == "cpu" || given.is_empty()) {
         return Err(Failure::at("--backend", format_args!("{name} has neither --isa nor --threads")));
     }
     if given.is_empty() && name != "cpu" {
         let choice = asked.choose(problem, options)?;
-        let lacks_gradients = || choice.backend.plan_backward(problem, options).is_err();
-        if !(asked.is_auto() && grad && lacks_gradients()) {
-            return Ok(choice);
-        }
-        given.push("--grad");
+        let lacks = (asked.is_auto() && grad).then(|| choice.backend.plan_backward(problem, options).err());
+        return Ok(match lacks.flatten() {
+            Some(why) if options.kernels == KernelChoice::Auto => {
+                let reason = format!("{} does not compute the gradients: {why}", choice.backend.name());
+                Choice::of(Arc::new(machine::cpu(cpu)?), problem, options, reason)
+            }
+            _ => choice,
+        });
     }
     let verb = if given.len() == 1 { "asks" } else { "ask" };
     let reason = match asked.is_auto() {

@@ -38,7 +38,7 @@ def attention(
     tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0.
 
     Autograd of PyTorch differentiates it by q, k, v, a mask that is added to scores, alibi_slopes and sinks, through out and lse. Second
-    derivatives, forward mode, torch.func and, on GPUs, the gradient of a mask are refused, and so are gradients of a call with `out`.
+    derivatives, forward mode and torch.func are refused, and so are gradients of a call with `out`.
     `attention_backward` computes gradients for arrays.
 
     Args:

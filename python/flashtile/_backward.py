@@ -64,7 +64,7 @@ def attention_backward(
             that `attention` was given.
         d_sinks: True for the gradient of sinks: float32, `(q_heads,)`.
         d_bias: True for the gradient of a mask that is added to scores: float32, in the shape of the mask; summed over axes that it broadcasts by
-            size 1 or by being left out. Not of a list of masks, and not on a GPU.
+            size 1 or by being left out. Not of a list of masks.
         d_alibi_slopes: True for the gradient of alibi_slopes: float32, in their shape.
 
     Returns:
@@ -72,8 +72,8 @@ def attention_backward(
         dtype of q; the others None where they are not asked for.
 
     Raises:
-        ValueError: where shapes and options contradict each other, a gradient is asked for whose input there is not, that of a mask is asked
-            for on a GPU, or a tensor requires a gradient.
+        ValueError: where shapes and options contradict each other, a gradient is asked for whose input there is not, or a tensor requires a
+            gradient.
         TypeError, BufferError, MemoryError, RuntimeError: as `attention`.
     """
     if isinstance(mask, (list, tuple)):

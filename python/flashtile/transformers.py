@@ -6,7 +6,7 @@
 
 Prefill and decoding, grouped queries, windows, softcap, sinks, padding, position biases and chosen keys are computed as the model asks, with
 the masks of `sdpa`. A model whose code computes attention by itself is refused when flashtile is asked for. Models train.
-Dropout inside attention is refused, and so are gradients over a `FlashtileCache` and, on GPUs, of position biases. Probabilities are never
+Dropout inside attention is refused, and so are gradients over a `FlashtileCache`. Probabilities are never
 stored: `output_attentions` warns and gives None, as `sdpa` does.
 """
 

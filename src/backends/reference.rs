@@ -61,6 +61,7 @@ impl Plan for ReferencePlan {
 #[derive(Debug, Clone)]
 struct ReferenceBackwardPlan {
     problem: Problem,
+    options: PlanOptions,
 }
 
 impl fmt::Display for ReferenceBackwardPlan {
@@ -74,12 +75,27 @@ impl BackwardPlan for ReferenceBackwardPlan {
         &self.problem
     }
 
+    fn options(&self) -> PlanOptions {
+        self.options
+    }
+
     fn kernel(&self) -> String {
         kernel_name("reference-backward", &self.problem)
     }
 
     fn words(&self) -> String {
         "a loop over rows and keys".to_owned()
+    }
+}
+
+/// Refuses options that the loop does not have.
+fn check(options: PlanOptions) -> std::result::Result<(), Unsupported> {
+    if options.kernels != KernelChoice::Auto {
+        return Err(Unsupported::Kernels { asked: options.kernels });
+    }
+    match options.splits {
+        Some(got) if got != 1 => Err(Unsupported::Splits { got, max: 1 }),
+        _ => Ok(()),
     }
 }
 
@@ -93,23 +109,19 @@ impl Facts for Reference {
         problem: &Problem,
         options: PlanOptions,
     ) -> std::result::Result<ReferencePlan, Unsupported> {
-        if options.kernels != KernelChoice::Auto {
-            return Err(Unsupported::Kernels { asked: options.kernels });
-        }
-        match options.splits {
-            Some(got) if got != 1 => Err(Unsupported::Splits { got, max: 1 }),
-            _ => Ok(ReferencePlan { problem: problem.clone(), options }),
-        }
+        check(options)?;
+        Ok(ReferencePlan { problem: problem.clone(), options })
     }
 
     fn plan_backward(
         &self,
         problem: &Problem,
-        _: PlanOptions,
+        options: PlanOptions,
     ) -> std::result::Result<AnyBackwardPlan, Unsupported> {
+        check(options)?;
         match problem.no_gradients() {
             Some(why) => Err(Unsupported::Backward { why }),
-            None => Ok(AnyBackwardPlan::new(ReferenceBackwardPlan { problem: problem.clone() })),
+            None => Ok(AnyBackwardPlan::new(ReferenceBackwardPlan { problem: problem.clone(), options })),
         }
     }
 

@@ -16,7 +16,7 @@ use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use flashtile_gpu::engine::{Engine, PortableEngine};
 use flashtile_gpu::plan::Plan as PortablePlan;
 use flashtile_gpu::session::Session;
-use flashtile_gpu::simulator::{DECODE_TILE, find, no_native, session};
+use flashtile_gpu::simulator::{DECODE_TILE, engine, find, no_native, session};
 use flashtile_gpu::tile::Tiling;
 use flashtile_kernel::simulator::{Fault, Simulator as Device};
 use std::fmt;
@@ -82,8 +82,14 @@ fn tiling(options: PlanOptions) -> Tiling {
         .with_splits(options.splits.map_or(DECODE_TILE.splits, |splits| splits.min(DECODE_TILE.splits)))
 }
 
-/// Refuses problems that would take too long.
-fn check_size(problem: &Problem) -> std::result::Result<(), Unsupported> {
+/// Refuses options that the kernels do not have, and problems that would take too long.
+fn check(problem: &Problem, options: PlanOptions) -> std::result::Result<(), Unsupported> {
+    if options.kernels == KernelChoice::Native {
+        return Err(Unsupported::Kernels { asked: options.kernels });
+    }
+    if options.splits == Some(0) {
+        return Err(Unsupported::Splits { got: 0, max: DECODE_TILE.splits });
+    }
     let heads = problem.dims().q_heads;
     let scores = problem.sequences().iter().map(|s| s.q_len.saturating_mul(s.kv_len));
     let got = scores.fold(0, usize::saturating_add).saturating_mul(heads);
@@ -101,13 +107,7 @@ impl Facts for Simulator {
         problem: &Problem,
         options: PlanOptions,
     ) -> std::result::Result<SimulatorPlan, Unsupported> {
-        if options.kernels == KernelChoice::Native {
-            return Err(Unsupported::Kernels { asked: options.kernels });
-        }
-        if options.splits == Some(0) {
-            return Err(Unsupported::Splits { got: 0, max: DECODE_TILE.splits });
-        }
-        check_size(problem)?;
+        check(problem, options)?;
         let plan = PortablePlan::with_tiling(problem, tiling(options))?;
         match plan.with_native(find) {
             Some(_) => Ok(SimulatorPlan { problem: problem.clone(), options }),
@@ -120,9 +120,9 @@ impl Facts for Simulator {
         problem: &Problem,
         options: PlanOptions,
     ) -> std::result::Result<AnyBackwardPlan, Unsupported> {
-        check_size(problem)?;
-        let plan = session(tiling(options)).engine().plan_backward(problem)?;
-        Ok(AnyBackwardPlan::new(GpuBackwardPlan::of(Self::BACKEND, plan)))
+        check(problem, options)?;
+        let plan = engine(tiling(options)).plan_backward(problem)?;
+        Ok(AnyBackwardPlan::new(GpuBackwardPlan::of(Self::BACKEND, options, plan)))
     }
 
     /// Ten to a hundred thousand scores a second.
@@ -193,8 +193,7 @@ impl HostSession for SimulatorSession {
         inputs: &BackwardInputs<'_>,
         gradients: &mut Gradients<'_>,
     ) -> Result<()> {
-        // Refuses problems that would take too long.
-        Facts::plan_backward(&Simulator, &desc.clone().validate()?, self.options)?;
+        check(&desc.clone().validate()?, self.options)?;
         self.session.compute_backward(desc, inputs, gradients).map_err(fault)
     }
 }

@@ -343,6 +343,9 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
             "needs --cache contiguous, paged or ring: dense rows have elements of the dtype",
         ));
     }
+    if args.tile.is_some() && args.group == Group::Backward {
+        return Err(Failure::at("--tile", "is of kernels of the groups prefill and decode"));
+    }
     if args.page.is_some() && !args.cache.contains(&CacheKind::Paged) {
         return Err(Failure::at("--page", "needs --cache paged: no other cache has pages"));
     }

@@ -12,6 +12,9 @@ use std::sync::Arc;
 /// long as the oracle of the forward pass.
 pub(super) const MAX_SCORES: usize = 40_000;
 
+/// The same on the simulator.
+const MAX_SIMULATED_SCORES: usize = 3_000;
+
 /// Before the name of the case of the forward pass.
 const PREFIX: &str = "backward_";
 
@@ -33,9 +36,6 @@ const fn scores(d: &Dims) -> usize {
 pub(super) fn name(case: &Case) -> String {
     format!("{PREFIX}{}", case.name)
 }
-
-/// Largest number of scores of a case on the simulator.
-const MAX_SIMULATED_SCORES: usize = 3_000;
 
 /// A processor or a device that computes gradients.
 pub(super) struct GradientRunner {

@@ -13,7 +13,7 @@ use crate::run::dims_json;
 use clap::Args;
 use flashtile::plan::Isa;
 use flashtile::quality::Report;
-use flashtile::{BackendName, Cpu, Dtype};
+use flashtile::{Backend, BackendName, Cpu, Dtype};
 use flashtile_testkit::{
     Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, RunnerOptions, catalogue, conformance,
     quantized, seeded_case,
@@ -24,6 +24,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Run the conformance catalogue on every backend and instruction set of this machine
 ///
@@ -31,7 +32,7 @@ use std::process::ExitCode;
 /// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
 ///
 /// After the cases of the forward pass, cases of the backward pass run on the same devices, named backward_CASE: the
-/// cases without a cache that have at most 40000 scores (batch * query heads * queries * keys).
+/// cases without a cache that have at most 40000 scores (batch * query heads * queries * keys), on the simulator 3000.
 /// Their table shows the largest error of an element, relative to its own limit.
 #[derive(Debug, Args)]
 #[command(
@@ -271,12 +272,11 @@ fn runners(args: &CheckArgs) -> Result<(Runners, Vec<GradientRunner>)> {
         // `flashtile info` says why a device is missing.
         true if args.isa.is_none() => every_device(),
         true => Vec::new(),
-        false => vec![args.backend],
+        false => vec![(args.backend, args.backend.open()?)],
     };
     let plan = machine::options(None, args.kernels.choice);
     let options = RunnerOptions { plan, exact: args.exact_memory, max_scores: MAX_SCORES };
-    for other in others.into_iter().filter(|other| other.backend() != "cpu") {
-        let backend = other.open()?;
+    for (other, backend) in others.into_iter().filter(|(other, _)| other.backend() != "cpu") {
         match flashtile_testkit::runners(other.backend(), other.device(), &options) {
             Some(found) => runners.extend(found.map_err(Failure::new)?),
             None => {
@@ -290,10 +290,10 @@ fn runners(args: &CheckArgs) -> Result<(Runners, Vec<GradientRunner>)> {
 }
 
 /// Every backend of this machine but the simulator, with its first device.
-fn every_device() -> Vec<BackendName> {
+fn every_device() -> Vec<(BackendName, Arc<dyn Backend>)> {
     let names = BackendName::list().filter(|(name, _)| !["reference", "simulator"].contains(name));
     let names = names.filter_map(|(name, _)| name.parse::<BackendName>().ok());
-    names.filter(|name| name.open().is_ok()).collect()
+    names.filter_map(|name| Some((name, name.open().ok()?))).collect()
 }
 
 /// The cases selected by the options.

@@ -194,7 +194,7 @@ impl<D> PortableEngine<D> {
         (least < facts.threads_per_group).then(|| facts.with_threads_per_group(least))
     }
 
-    /// Notes how many threads the kernel takes that was refused with an error, if it is one of these and was not known.
+    /// Records the thread limit of the kernel that a launch refused. Returns false if the kernel is not one of these, or its limit was known.
     fn note_limit<'a>(
         &mut self,
         refused: Option<(&'static str, u32)>,

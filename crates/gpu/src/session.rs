@@ -411,8 +411,11 @@ impl<E: Engine> Session<E> {
     /// Keeps a backward plan of the caller's, with another tile say, which backward calls of its description then run.
     ///
     /// # Errors
-    /// The error that the device reports.
+    /// [`SessionError::Captures`] while the device captures a graph, and the error that the device reports.
     pub fn keep_backward_plan(&mut self, plan: PortableBackwardPlan) -> Result<(), E::Error> {
+        if self.captures()? {
+            return Err(SessionError::Captures { what: "preparation of a plan" }.into());
+        }
         self.backward.retain(|kept| kept.captured || kept.plan.problem().desc() != plan.problem().desc());
         self.insert_backward(plan)
     }

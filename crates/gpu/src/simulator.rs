@@ -51,7 +51,13 @@ pub const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 /// ```
 #[must_use]
 pub fn session(tiling: impl Into<Tiling>) -> Session<PortableEngine<Simulator>> {
-    Session::new(Simulator::new(), PortableEngine::with_tiling(tiling).with_native(find, no_native))
+    Session::new(Simulator::new(), engine(tiling))
+}
+
+/// The engine of [`session()`].
+#[must_use]
+pub fn engine(tiling: impl Into<Tiling>) -> PortableEngine<Simulator> {
+    PortableEngine::with_tiling(tiling).with_native(find, no_native)
 }
 
 /// Why there is no native code of a problem.

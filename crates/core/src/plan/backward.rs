@@ -1,6 +1,7 @@
 //! Plans of the backward pass of any backend.
 
 use super::explanation::Field;
+use super::options::PlanOptions;
 use crate::problem::Problem;
 use std::any::Any;
 use std::fmt;
@@ -12,6 +13,9 @@ use std::sync::Arc;
 pub trait BackwardPlan: Any + fmt::Debug + fmt::Display + Send + Sync {
     /// The problem whose gradients the plan computes.
     fn problem(&self) -> &Problem;
+
+    /// The options that it was made with.
+    fn options(&self) -> PlanOptions;
 
     /// Name of the kernels: `cpu-backward-f32-d64-avx2`.
     fn kernel(&self) -> String;

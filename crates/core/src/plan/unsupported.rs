@@ -102,7 +102,7 @@ pub enum Unsupported {
     },
     /// The kernels always skip tiles that no row sees, but the options ask them not to.
     SkipTiles,
-    /// The problem has no backward pass.
+    /// The backend computes no gradients of the problem, or not with these options.
     Backward {
         /// The reason.
         why: &'static str,

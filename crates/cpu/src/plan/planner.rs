@@ -59,6 +59,10 @@ impl BackwardPlan for CpuBackwardPlan {
         self.problem()
     }
 
+    fn options(&self) -> PlanOptions {
+        self.options()
+    }
+
     fn kernel(&self) -> String {
         self.kernel()
     }

@@ -52,7 +52,9 @@ impl PortableBackwardPlan {
             return Err(Unsupported::Backward { why });
         }
         if options.kernels == KernelChoice::Native {
-            return Err(Unsupported::Backward { why: "native kernels were asked for, it has portable ones" });
+            return Err(Unsupported::Backward {
+                why: "native kernels of it were asked for, there are portable ones",
+            });
         }
         if !options.skip_tiles {
             return Err(Unsupported::SkipTiles);
@@ -70,10 +72,13 @@ impl PortableBackwardPlan {
     /// A plan with tiles of the caller's, whatever device it is for.
     ///
     /// # Errors
-    /// [`Unsupported`].
+    /// [`Unsupported`]; [`Unsupported::Tile`] where the problem has an additive mask and the tiles have none for its gradient.
     pub fn with_tile(problem: &Problem, tile: BackwardTile) -> Result<Self, Unsupported> {
         if let Some(why) = problem.no_gradients() {
             return Err(Unsupported::Backward { why });
+        }
+        if has_bias(problem) && tile.bias.is_none() {
+            return Err(Unsupported::Tile { why: "the gradient of a mask has no tile" });
         }
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
@@ -146,7 +151,7 @@ impl PortableBackwardPlan {
         4 * (SEQUENCE_WORDS as usize * self.sequence_count() + self.row_lists() * self.row_count())
     }
 
-    /// Threadgroups of the two kernels that multiply.
+    /// Threadgroups of the kernels that compute `d_q`, `d_k` and `d_v`. Those of a mask's gradient depend on its shape.
     #[must_use]
     pub fn task_count(&self) -> usize {
         [&self.q, &self.kv].map(|step| step.groups.map(|n| n as usize).iter().product::<usize>()).iter().sum()

@@ -1,6 +1,7 @@
 //! Plans of the backward pass as every backend of a GPU reports them.
 
 use super::plan::PortableBackwardPlan;
+use super::tile::TileShape;
 use crate::facts::GpuFacts;
 use flashtile_core::plan::{BackwardPlan, Field, PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
@@ -13,6 +14,7 @@ use std::fmt;
 pub struct GpuBackwardPlan {
     /// As names of kernels begin: `cuda`.
     backend: &'static str,
+    options: PlanOptions,
     plan: PortableBackwardPlan,
 }
 
@@ -27,13 +29,18 @@ impl GpuBackwardPlan {
         facts: &GpuFacts,
         options: PlanOptions,
     ) -> Result<Self, Unsupported> {
-        Ok(Self { backend, plan: PortableBackwardPlan::new(problem, facts, options)? })
+        Ok(Self { backend, options, plan: PortableBackwardPlan::new(problem, facts, options)? })
     }
 
     /// A plan of a backend's, however it was made.
     #[must_use]
-    pub const fn of(backend: &'static str, plan: PortableBackwardPlan) -> Self {
-        Self { backend, plan }
+    pub const fn of(backend: &'static str, options: PlanOptions, plan: PortableBackwardPlan) -> Self {
+        Self { backend, options, plan }
+    }
+
+    /// The tile of the gradient of a mask, where the problem has an additive one.
+    fn bias(&self) -> Option<TileShape> {
+        self.plan.bias.as_ref().and(self.plan.tile().bias)
     }
 
     /// The plan of the portable kernels.
@@ -46,6 +53,10 @@ impl GpuBackwardPlan {
 impl BackwardPlan for GpuBackwardPlan {
     fn problem(&self) -> &Problem {
         self.plan.problem()
+    }
+
+    fn options(&self) -> PlanOptions {
+        self.options
     }
 
     fn kernel(&self) -> String {
@@ -65,26 +76,36 @@ impl BackwardPlan for GpuBackwardPlan {
 
     fn words(&self) -> String {
         let (q, kv) = (self.plan.tile().q, self.plan.tile().kv);
-        format!(
+        let mut words = format!(
             "{} threadgroups in tiles of {} rows by {} keys for d_q, of {} keys by {} rows for d_k and d_v",
             self.task_count(),
             q.rows(),
             q.block_rows(),
             kv.rows(),
             kv.block_rows()
-        )
+        );
+        if let Some(bias) = self.bias() {
+            words += &format!(", of {} rows by {} keys of a mask for d_bias", bias.rows(), bias.block_rows());
+        }
+        words
     }
 
     fn fields(&self) -> Vec<(&'static str, Field)> {
         let (q, kv) = (self.plan.tile().q, self.plan.tile().kv);
-        vec![
+        let mut fields = vec![
             ("d_q_tile_rows", q.rows().into()),
             ("d_q_block_k", q.block_rows().into()),
             ("d_q_threads", (32 * q.simds).into()),
             ("d_kv_tile_keys", kv.rows().into()),
             ("d_kv_block_rows", kv.block_rows().into()),
             ("d_kv_threads", (32 * kv.simds).into()),
-        ]
+        ];
+        if let Some(bias) = self.bias() {
+            fields.push(("d_bias_tile_rows", bias.rows().into()));
+            fields.push(("d_bias_block_k", bias.block_rows().into()));
+            fields.push(("d_bias_threads", (32 * bias.simds).into()));
+        }
+        fields
     }
 }
 
@@ -93,14 +114,16 @@ impl fmt::Display for GpuBackwardPlan {
         let (q, kv) = (self.plan.tile().q, self.plan.tile().kv);
         write!(
             f,
-            "{} tiles {}x{} {}x{} groups {} workspace {}",
+            "{} tiles {}x{} {}x{}",
             self.kernel(),
             q.rows(),
             q.block_rows(),
             kv.rows(),
-            kv.block_rows(),
-            self.task_count(),
-            self.workspace_bytes()
-        )
+            kv.block_rows()
+        )?;
+        if let Some(bias) = self.bias() {
+            write!(f, " bias {}x{}", bias.rows(), bias.block_rows())?;
+        }
+        write!(f, " groups {} workspace {}", self.task_count(), self.workspace_bytes())
     }
 }

@@ -139,7 +139,7 @@ impl BackwardVariant {
         backward_bias::specialise(&generics)
     }
 
-    /// Why no tile has registers enough.
+    /// The reason where every tile needs more registers than a thread has.
     fn too_wide(&self) -> String {
         let Self { dtype, head_dim, value_dim } = *self;
         let dims =
