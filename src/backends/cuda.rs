@@ -12,11 +12,10 @@ use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::{AnyBackwardPlan, AnyFacts, AnyPlan, PlanOptions};
 use flashtile_core::problem::Problem;
 use flashtile_cuda::limits::{self, ProductUnit};
-use flashtile_cuda::plan::{CudaPlan, machines};
+use flashtile_cuda::plan::{CudaBackwardPlan, CudaPlan, machines};
 use flashtile_cuda::{
     Cuda, CudaError, CudaStore, Gpu, GpuOutputs, GpuTensor, Memory, TimedBackwardRun, with_session,
 };
-use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use std::sync::Arc;
 
 pub(crate) fn count() -> Result<usize> {
@@ -115,8 +114,8 @@ impl Backend for Cuda {
         inputs: &BackwardInputs<'t>,
         gradients: &Gradients<'_>,
     ) -> Result<Box<dyn TimedBackward + 't>> {
-        let plan: &GpuBackwardPlan = backward_plan_of(plan)?;
-        Ok(Box::new(TimedBackwardRun::backward(self, plan.portable(), inputs, gradients)?))
+        let plan: &CudaBackwardPlan = backward_plan_of(plan)?;
+        Ok(Box::new(TimedBackwardRun::backward(self, plan, inputs, gradients)?))
     }
 
     fn unit(&self, plan: &AnyPlan) -> Option<Unit> {
@@ -125,7 +124,7 @@ impl Backend for Cuda {
     }
 
     fn backward_unit(&self, plan: &AnyBackwardPlan) -> Option<Unit> {
-        plan.of::<GpuBackwardPlan>()?;
+        plan.of::<CudaBackwardPlan>()?;
         Some(unit(self, plan.problem()))
     }
 

@@ -1,5 +1,6 @@
 //! The CUDA backend on this machine's device. Without one, the tests print so and pass.
 
+mod gradients;
 mod session;
 
 use crate::support::{answer, build, cuda, cuda_runners, cuda_with_wgmma, options};

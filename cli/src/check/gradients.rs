@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// long as the oracle of the forward pass.
 pub(super) const MAX_SCORES: usize = 40_000;
 
-/// The same on the simulator.
+/// Largest number of scores of a case on the simulator.
 const MAX_SIMULATED_SCORES: usize = 3_000;
 
 /// Before the name of the case of the forward pass.

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 /// Without names, every listed instance is written. The name of an instance selects it; the name of a kernel selects
 /// its instance for the options, or with --all every listed one. The defaults of the options describe a bf16 problem of
 /// head dimension 128 without quantization. The listed instances of prefill and of the backward pass are the ones that
-/// fit Apple's GPUs, where a threadgroup has 32 KiB of memory; those of the backward pass have head dimensions 64 and 128.
+/// fit Apple's GPUs, where a threadgroup has 32 KiB of memory; the backward pass is listed for head dimensions 64 and 128.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile kernels export kernels --target metal\n  \
     flashtile kernels export kernels prefill decode merge --target metal --head-dim 64 --dtype f16\n  \

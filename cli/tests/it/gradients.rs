@@ -301,7 +301,7 @@ fn plans_of_the_backward_pass() {
     let native = flashtile(with(&shape, &["--device", "h200", "--kernels", "native"]));
     assert_refused(
         &native,
-        "--grad: no backward pass: native kernels of it were asked for, there are portable ones",
+        "--grad: no backward pass: the device has no native kernels for the gradients of the problem",
         "native",
     );
     let plan: Value =

@@ -15,7 +15,7 @@ macro_rules! scalars {
         }
     )*};
 }
-scalars!(u32 => "u32", u64 => "u64", i64 => "i64", f32 => "float");
+scalars!(u32 => "u32", i32 => "i32", u64 => "u64", i64 => "i64", f32 => "float");
 
 impl<T: DeviceField, const N: usize> DeviceField for [T; N] {
     fn declaration(name: &str) -> String {

@@ -33,6 +33,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod backward;
 mod cache;
 mod device;
 mod device_struct;
@@ -53,6 +54,7 @@ mod timer;
 mod tma;
 mod wgmma;
 
+pub use backward::PreparedCudaBackward;
 pub use cache::{CudaKvCache, CudaStore};
 pub use device::Cuda;
 pub use error::{CudaError, DeviceError};

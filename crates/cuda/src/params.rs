@@ -132,6 +132,68 @@ device_struct! {
 }
 
 device_struct! {
+    /// Parameters of the backward pass. All addresses but `d_q.at` are in scratch memory.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct BackwardParams {
+        pub(super) q: TensorMap,
+        pub(super) k: TensorMap,
+        pub(super) v: TensorMap,
+        pub(super) d_out: TensorMap,
+        pub(super) d_k: TensorMap,
+        pub(super) d_v: TensorMap,
+        pub(super) d_q: Tensor,
+        pub(super) units: u64,
+        pub(super) sequences: u64,
+        pub(super) tile_units: u64,
+        /// `-lse` in units of log2 and delta of each row, by tiles.
+        pub(super) neg_lse: u64,
+        pub(super) delta: u64,
+        /// The place of the unit whose turn it is to add to a tile.
+        pub(super) turns: u64,
+        pub(super) d_q_sums: u64,
+        /// Factor of `q . k`, without and with log2 e.
+        pub(super) scale: f32,
+        pub(super) scale_log2: f32,
+        /// The score of a pair that is not seen, before it is scaled.
+        pub(super) hidden: f32,
+        pub(super) q_heads: u32,
+        /// Query heads of a key/value head.
+        pub(super) group: u32,
+        pub(super) head_dim: u32,
+        /// 1 if all heads of a group take a tile before the next.
+        pub(super) heads_inner: u32,
+        /// Keys to either side of a position that its window shows.
+        pub(super) left: i32,
+        pub(super) right: i32,
+        /// Rows of a tensor from one batch entry to the next.
+        pub(super) q_batch_rows: u32,
+        pub(super) k_batch_rows: u32,
+        pub(super) v_batch_rows: u32,
+        pub(super) d_out_batch_rows: u32,
+        pub(super) d_k_batch_rows: u32,
+        pub(super) d_v_batch_rows: u32,
+        pub(super) unused: [u32; 11],
+    }
+}
+
+device_struct! {
+    /// Parameters of what the backward pass computes of each query row first.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct PrepareParams {
+        pub(super) backward: BackwardParams,
+        pub(super) out: Tensor,
+        pub(super) d_out: Tensor,
+        pub(super) lse: u64,
+        /// 0 where there is none.
+        pub(super) d_lse: u64,
+        /// Query rows of a batch entry, by which `lse` is indexed.
+        pub(super) q_len: u32,
+        pub(super) value_dim: u32,
+        pub(super) unused: [u32; 10],
+    }
+}
+
+device_struct! {
     /// Parameters of the pre-pass over a materialised mask.
     #[derive(Debug, Clone, Copy)]
     pub(super) struct MaskTileParams {

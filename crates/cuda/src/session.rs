@@ -1,13 +1,14 @@
 //! Attention on a stream, with plans kept from call to call.
 
+use super::backward::PreparedCudaBackward;
 use super::device::Cuda;
 use super::error::CudaError;
 use super::prepared::Prepared;
-use crate::plan::CudaPlan;
+use crate::plan::{CudaBackwardPlan, CudaPlan};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
-use flashtile_gpu::backward::plan::PortableBackwardPlan;
+use flashtile_gpu::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use flashtile_gpu::engine::Engine;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
 use flashtile_kernel::cuda::cudarc::driver::CudaStream;
@@ -64,6 +65,8 @@ impl Engine for CudaEngine {
     type Device = Gpu;
     type Plan = CudaPlan;
     type Prepared = Prepared;
+    type BackwardPlan = CudaBackwardPlan;
+    type PreparedBackward = PreparedCudaBackward;
     type Error = CudaError;
 
     fn plan(&self, problem: &Problem) -> Result<CudaPlan, Unsupported> {
@@ -116,9 +119,34 @@ impl Engine for CudaEngine {
         prepared.launch(inputs, outputs)
     }
 
-    /// By the portable kernels.
-    fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {
-        PortableBackwardPlan::new(problem, &self.cuda.facts().into(), self.options)
+    fn plan_backward(&self, problem: &Problem) -> Result<CudaBackwardPlan, Unsupported> {
+        CudaBackwardPlan::new(problem, self.cuda.facts(), self.options)
+    }
+
+    fn prepare_backward(&self, gpu: &Gpu, plan: CudaBackwardPlan) -> Result<PreparedCudaBackward, CudaError> {
+        PreparedCudaBackward::new(&self.cuda, gpu, plan)
+    }
+
+    fn planned_backward(prepared: &PreparedCudaBackward) -> &CudaBackwardPlan {
+        prepared.plan()
+    }
+
+    fn backward_problem(plan: &CudaBackwardPlan) -> &Problem {
+        plan.problem()
+    }
+
+    fn run_backward(
+        &self,
+        gpu: &Gpu,
+        prepared: &mut PreparedCudaBackward,
+        inputs: &GpuBackwardInputs<'_, Memory>,
+        gradients: &mut GpuGradients<'_, Memory>,
+    ) -> Result<(), CudaError> {
+        prepared.run(gpu, inputs, gradients)
+    }
+
+    fn forget_written_backward(prepared: &mut PreparedCudaBackward) {
+        prepared.forget_written();
     }
 }
 

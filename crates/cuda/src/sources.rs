@@ -4,11 +4,12 @@
 //! after those that it uses.
 
 use crate::params::{
-    Divisor, ForwardParams, MaskTileParams, PrefillParams, ProductParams, ReadParams, Tensor, dtype_name,
+    BackwardParams, Divisor, ForwardParams, MaskTileParams, PrefillParams, PrepareParams, ProductParams,
+    ReadParams, Tensor, dtype_name,
 };
 use crate::plan::{
-    CudaKernel, MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, NativeKernel, NativeTile, NativeVariant,
-    Sm80Tile, Sm90Tile, WorkTile,
+    BackwardSequence, BackwardTileUnits, BackwardUnit, CudaKernel, MASK_TILE_ROWS, MAX_RECOMPUTED,
+    MERGE_GROUP, NativeKernel, NativeTile, NativeVariant, Sm80Tile, Sm90Backward, Sm90Tile, WorkTile,
 };
 use crate::tma::TensorMap;
 use crate::wgmma;
@@ -48,6 +49,14 @@ const SM90_PREFILL: &str = include_str!("kernels/sm90/prefill.cu");
 const SM90_PREFILL_WIDE: &str = include_str!("kernels/sm90/prefill_wide.cu");
 const SM90_PREFILL_F32: &str = include_str!("kernels/sm90/prefill_f32.cu");
 const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
+const SM90_CLUSTER: &str = include_str!("kernels/sm90/backward/cluster.cuh");
+const SM90_BACKWARD_MEMORY: &str = include_str!("kernels/sm90/backward/memory.cuh");
+const SM90_BACKWARD_STEPS: &str = include_str!("kernels/sm90/backward/steps.cuh");
+const SM90_BACKWARD_COPIES: &str = include_str!("kernels/sm90/backward/copies.cuh");
+const SM90_BACKWARD_D_Q: &str = include_str!("kernels/sm90/backward/d_q.cuh");
+const SM90_BACKWARD_KEYS: &str = include_str!("kernels/sm90/backward/keys.cuh");
+const SM90_BACKWARD: &str = include_str!("kernels/sm90/backward.cu");
+const SM90_BACKWARD_PREPARE: &str = include_str!("kernels/sm90/backward_prepare.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
@@ -59,6 +68,8 @@ enum Family {
     Sm90Prefill,
     Sm90PrefillWide,
     Sm90PrefillF32,
+    Sm90Backward,
+    Sm90BackwardPrepare,
     MaskTiles,
     Limits,
     Sm90Limits,
@@ -84,6 +95,20 @@ impl Family {
             Self::Sm90Prefill => sm90(SM90_PREFILL),
             Self::Sm90PrefillWide => sm90(SM90_PREFILL_WIDE),
             Self::Sm90PrefillF32 => sm90(SM90_PREFILL_F32),
+            Self::Sm90Backward => vec![
+                COPY,
+                WGMMA,
+                BARRIER,
+                TMA,
+                SM90_CLUSTER,
+                SM90_BACKWARD_MEMORY,
+                SM90_BACKWARD_STEPS,
+                SM90_BACKWARD_COPIES,
+                SM90_BACKWARD_D_Q,
+                SM90_BACKWARD_KEYS,
+                SM90_BACKWARD,
+            ],
+            Self::Sm90BackwardPrepare => vec![SM90_BACKWARD_PREPARE],
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
@@ -106,6 +131,15 @@ impl Family {
                 Divisor::device_source(),
                 ForwardParams::device_source(),
                 PrefillParams::device_source(),
+            ],
+            Self::Sm90Backward | Self::Sm90BackwardPrepare => vec![
+                TensorMap::device_source(),
+                Tensor::device_source(),
+                BackwardUnit::device_source(),
+                BackwardSequence::device_source(),
+                BackwardTileUnits::device_source(),
+                BackwardParams::device_source(),
+                PrepareParams::device_source(),
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
@@ -219,6 +253,29 @@ impl Source {
         Self { name: format!("{name}{suffix}"), family, constants: constants.join("\n") }
     }
 
+    /// The backward pass of a plan.
+    pub(super) fn sm90_backward(plan: &Sm90Backward) -> Self {
+        let constants = [
+            Self::backward_constants(plan),
+            format!("constexpr int SHARED_BYTES = {};", plan.shared_bytes()),
+            wgmma::sources(&[64, 128]),
+        ];
+        Self { name: plan.kernel(), family: Family::Sm90Backward, constants: constants.join("\n") }
+    }
+
+    /// The terms of query rows that [`Source::sm90_backward`] reads.
+    pub(super) fn sm90_backward_prepare(plan: &Sm90Backward) -> Self {
+        let rows = format!("constexpr u32 BLOCK_M = {};", plan.tile_rows());
+        let constants = [Self::backward_constants(plan), rows];
+        let name = format!("{}-prepare", plan.kernel());
+        Self { name, family: Family::Sm90BackwardPrepare, constants: constants.join("\n") }
+    }
+
+    fn backward_constants(plan: &Sm90Backward) -> String {
+        let Sm90Backward { dtype, columns, .. } = plan;
+        format!("constexpr Dtype DTYPE = {};\nconstexpr int COLUMNS = {columns};", dtype_name(*dtype))
+    }
+
     pub(super) fn mask_tiles() -> Self {
         let constants = format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};\n");
         Self { name: "cuda-mask_tiles-mask".to_owned(), family: Family::MaskTiles, constants }
@@ -303,6 +360,10 @@ mod tests {
         all
     }
 
+    fn dims_of_training(dim: usize) -> Dims {
+        Dims { batch: 1, q_heads: 2, kv_heads: 1, q_len: 512, kv_len: 512, head_dim: dim, value_dim: dim }
+    }
+
     /// Which problems are compiled for which of several devices.
     #[derive(Clone, Copy, PartialEq)]
     enum Devices {
@@ -349,6 +410,12 @@ mod tests {
             }
             if facts.capability == (9, 0) && compiler.version().0 >= 12 {
                 add(Source::sm90_limits());
+                for (dtype, dim) in [(Dtype::BF16, 64), (Dtype::F16, 128)] {
+                    let desc = ProblemDesc::new(dims_of_training(dim), dtype);
+                    let plan = Sm90Backward::new(&desc.validate().unwrap()).unwrap().unwrap();
+                    add(Source::sm90_backward(&plan));
+                    add(Source::sm90_backward_prepare(&plan));
+                }
             }
         }
         println!("{} programs", wanted.len());

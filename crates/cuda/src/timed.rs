@@ -6,10 +6,9 @@ use super::device::Cuda;
 use super::error::CudaError;
 use super::session::CudaEngine;
 use super::timer::Timer;
-use crate::plan::CudaPlan;
+use crate::plan::{CudaBackwardPlan, CudaPlan};
 use flashtile_core::gradients::{BackwardInputs, Gradients};
 use flashtile_core::inputs::{Inputs, Outputs};
-use flashtile_gpu::backward::plan::PortableBackwardPlan;
 use flashtile_gpu::uploaded_backward::UploadedBackwardRun;
 use flashtile_gpu::uploaded_run::{Repeated, UploadedRun};
 use std::sync::Arc;
@@ -77,7 +76,7 @@ impl TimedBackwardRun {
     /// [`CudaError`] of preparing the plan and of copying.
     pub fn backward(
         cuda: &Cuda,
-        plan: &PortableBackwardPlan,
+        plan: &CudaBackwardPlan,
         inputs: &BackwardInputs<'_>,
         gradients: &Gradients<'_>,
     ) -> Result<Self, CudaError> {

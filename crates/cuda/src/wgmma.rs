@@ -12,7 +12,7 @@ pub(crate) const MAX_COLUMNS: usize = 256;
 ///
 /// Its functions add the product of 64 rows of `a` and `columns` columns of `b` to `c`, over 16 elements of the sum; without `accumulate`
 /// they replace `c`. `shared` takes both operands from shared memory, where rows of both run along the sum, `shared_mn_major` with the
-/// columns of `b` along the sum. `registers` takes `a` from registers and `b` from shared memory, its columns along the sum.
+/// columns of `b` along the sum, and `shared_both_mn_major` with the columns of both. `registers` takes `a` from registers and `b` from shared memory, its columns along the sum.
 pub(crate) fn source(columns: usize) -> String {
     assert!(columns.is_multiple_of(8) && (8..=MAX_COLUMNS).contains(&columns), "{columns} columns");
     let mut source = String::new();
@@ -32,6 +32,7 @@ pub(crate) fn source(columns: usize) -> String {
         };
         let from_shared = text(&format!("%{registers}"), registers + 1, ", 0, 0");
         let from_shared_mn = text(&format!("%{registers}"), registers + 1, ", 0, 1");
+        let from_shared_both_mn = text(&format!("%{registers}"), registers + 1, ", 1, 1");
         let from_registers = text(&format!("{{{}}}", list(registers, 4)), registers + 4, ", 1");
         let cpp = dtype_name(dtype);
         // Writing to a string does not fail.
@@ -44,6 +45,9 @@ struct Wgmma<{cpp}, {columns}> {{
     }}
     DEVICE static void shared_mn_major(float (&c)[{registers}], u64 a, u64 b, bool accumulate) {{
         asm volatile(\"{from_shared_mn}\" : {bound} : \"l\"(a), \"l\"(b), \"r\"((u32)accumulate) : \"memory\");
+    }}
+    DEVICE static void shared_both_mn_major(float (&c)[{registers}], u64 a, u64 b, bool accumulate) {{
+        asm volatile(\"{from_shared_both_mn}\" : {bound} : \"l\"(a), \"l\"(b), \"r\"((u32)accumulate) : \"memory\");
     }}
     DEVICE static void registers(float (&c)[{registers}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {{
         asm volatile(\"{from_registers}\" : {bound} : \"r\"(a0), \"r\"(a1), \"r\"(a2), \"r\"(a3), \"l\"(b), \"r\"((u32)accumulate) : \"memory\");

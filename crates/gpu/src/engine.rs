@@ -4,7 +4,10 @@
 //! scratch memory of a plan and launches. [`PortableEngine`] has the kernels of this crate; a backend with kernels of its own has an engine
 //! of its own.
 
+use crate::backward;
 use crate::backward::plan::PortableBackwardPlan;
+use crate::backward::run::BackwardWorkspace;
+use crate::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use crate::backward::tile::small_tile;
 use crate::error::SessionError;
 use crate::facts::GpuFacts;
@@ -15,7 +18,7 @@ use crate::tile::Tiling;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
-use flashtile_kernel::{Device, HostAccess, Instance, LaunchError};
+use flashtile_kernel::{Device, DeviceMemory, HostAccess, Instance, LaunchError};
 use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
@@ -31,6 +34,10 @@ pub trait Engine {
     type Plan;
     /// A plan on the device: loaded kernels, and the memory that its runs need beside their tensors.
     type Prepared;
+    /// Kernels, tiles and memory sizes of the backward pass of one problem.
+    type BackwardPlan;
+    /// A backward plan on the device: the memory that its runs need beside their tensors.
+    type PreparedBackward;
     /// Why a call failed.
     type Error: From<SessionError<<Self::Device as Device>::Error>>;
 
@@ -99,7 +106,35 @@ pub trait Engine {
     ///
     /// # Errors
     /// [`Unsupported`].
-    fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported>;
+    fn plan_backward(&self, problem: &Problem) -> Result<Self::BackwardPlan, Unsupported>;
+
+    /// Takes memory for the runs of a backward plan.
+    ///
+    /// # Errors
+    /// The error that the device reports.
+    fn prepare_backward(
+        &self,
+        device: &Self::Device,
+        plan: Self::BackwardPlan,
+    ) -> Result<Self::PreparedBackward, Self::Error>;
+
+    /// The backward plan that was prepared.
+    fn planned_backward(prepared: &Self::PreparedBackward) -> &Self::BackwardPlan;
+
+    /// The problem whose gradients a plan computes.
+    fn backward_problem(plan: &Self::BackwardPlan) -> &Problem;
+
+    /// Launches the backward pass over tensors that were checked against the problem.
+    ///
+    /// # Errors
+    /// The error that the device reports.
+    fn run_backward(
+        &self,
+        device: &Self::Device,
+        prepared: &mut Self::PreparedBackward,
+        inputs: &GpuBackwardInputs<'_, MemoryOf<Self>>,
+        gradients: &mut GpuGradients<'_, MemoryOf<Self>>,
+    ) -> Result<(), Self::Error>;
 
     /// Returns true if the engine has learned from an error of a run, so that the problem, planned anew, may
     /// run.
@@ -108,12 +143,15 @@ pub trait Engine {
     }
 
     /// [`Engine::learn`] of a run of the backward pass.
-    fn learn_backward(&mut self, _plan: &PortableBackwardPlan, _error: &Self::Error) -> bool {
+    fn learn_backward(&mut self, _plan: &Self::BackwardPlan, _error: &Self::Error) -> bool {
         false
     }
 
     /// Forgets the sequences that were written to the device, as they may not have arrived there.
     fn forget_written(_prepared: &mut Self::Prepared) {}
+
+    /// [`Engine::forget_written`] of a backward plan.
+    fn forget_written_backward(_prepared: &mut Self::PreparedBackward) {}
 }
 
 /// The native code of a device that runs nothing else.
@@ -254,10 +292,79 @@ pub struct PreparedPortable<M> {
     pages: Option<Vec<u32>>,
 }
 
+/// A backward plan of portable kernels and the memory of its runs.
+#[derive(Debug)]
+pub struct PreparedPortableBackward<M> {
+    plan: PortableBackwardPlan,
+    workspace: BackwardWorkspace<M>,
+    /// True if the numbers in the workspace have reached the device, as far as is known.
+    is_written: bool,
+}
+
+impl<M: DeviceMemory> PreparedPortableBackward<M> {
+    /// Takes memory for the runs of a plan.
+    ///
+    /// # Errors
+    /// The error that the device reports.
+    pub fn new<D: HostAccess<Memory = M>>(device: &D, plan: PortableBackwardPlan) -> Result<Self, D::Error> {
+        Ok(Self { workspace: BackwardWorkspace::new(device, &plan)?, plan, is_written: true })
+    }
+
+    /// The plan.
+    #[must_use]
+    pub const fn plan(&self) -> &PortableBackwardPlan {
+        &self.plan
+    }
+
+    /// Launches the sums over rows alone: [`backward::run::run_sums`].
+    ///
+    /// # Errors
+    /// As [`PreparedPortableBackward::run`].
+    pub fn run_sums<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        inputs: &GpuBackwardInputs<'_, M>,
+        gradients: &mut GpuGradients<'_, M>,
+    ) -> Result<(), SessionError<D::Error>> {
+        self.write(device)?;
+        backward::run::run_sums(device, &self.plan, inputs, gradients, &mut self.workspace)
+    }
+
+    /// Writes the numbers in the workspace, unless they are there.
+    fn write<D: HostAccess<Memory = M>>(&mut self, device: &D) -> Result<(), SessionError<D::Error>> {
+        if !self.is_written {
+            self.workspace.write(device, &self.plan).map_err(SessionError::device)?;
+            self.is_written = true;
+        }
+        Ok(())
+    }
+
+    /// Launches the kernels over tensors that were checked against the problem.
+    ///
+    /// # Errors
+    /// The errors of [`backward::run::run`], and the error that the device reports.
+    pub fn run<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        inputs: &GpuBackwardInputs<'_, M>,
+        gradients: &mut GpuGradients<'_, M>,
+    ) -> Result<(), SessionError<D::Error>> {
+        self.write(device)?;
+        backward::run::run(device, &self.plan, inputs, gradients, &mut self.workspace)
+    }
+
+    /// Forgets the numbers that were written to the device, as they may not have arrived there.
+    pub const fn forget_written(&mut self) {
+        self.is_written = false;
+    }
+}
+
 impl<D: HostAccess> Engine for PortableEngine<D> {
     type Device = D;
     type Plan = Plan;
     type Prepared = PreparedPortable<D::Memory>;
+    type BackwardPlan = PortableBackwardPlan;
+    type PreparedBackward = PreparedPortableBackward<D::Memory>;
     type Error = SessionError<D::Error>;
 
     fn plan(&self, problem: &Problem) -> Result<Plan, Unsupported> {
@@ -336,6 +443,36 @@ impl<D: HostAccess> Engine for PortableEngine<D> {
 
     fn forget_written(prepared: &mut Self::Prepared) {
         prepared.pages = None;
+    }
+
+    fn prepare_backward(
+        &self,
+        device: &D,
+        plan: PortableBackwardPlan,
+    ) -> Result<Self::PreparedBackward, Self::Error> {
+        PreparedPortableBackward::new(device, plan).map_err(SessionError::device)
+    }
+
+    fn planned_backward(prepared: &Self::PreparedBackward) -> &PortableBackwardPlan {
+        prepared.plan()
+    }
+
+    fn backward_problem(plan: &PortableBackwardPlan) -> &Problem {
+        plan.problem()
+    }
+
+    fn run_backward(
+        &self,
+        device: &D,
+        prepared: &mut Self::PreparedBackward,
+        inputs: &GpuBackwardInputs<'_, D::Memory>,
+        gradients: &mut GpuGradients<'_, D::Memory>,
+    ) -> Result<(), Self::Error> {
+        prepared.run(device, inputs, gradients)
+    }
+
+    fn forget_written_backward(prepared: &mut Self::PreparedBackward) {
+        prepared.forget_written();
     }
 
     fn plan_backward(&self, problem: &Problem) -> Result<PortableBackwardPlan, Unsupported> {

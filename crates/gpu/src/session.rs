@@ -1,8 +1,6 @@
 //! Sessions: attention on a device, with plans and their memory kept from call to call.
 
 use crate::backward;
-use crate::backward::plan::PortableBackwardPlan;
-use crate::backward::run::BackwardWorkspace;
 use crate::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use crate::backward::upload::{BackwardResults, UploadedBackward};
 use crate::engine::{Engine, MemoryOf};
@@ -38,17 +36,20 @@ pub struct Session<E: Engine> {
     /// Most recently used first.
     plans: Vec<Kept<E>>,
     /// Most recently used first.
-    backward: Vec<KeptBackward<MemoryOf<E>>>,
+    backward: Vec<KeptBackward<E>>,
 }
 
 /// A backward plan and the memory of its runs.
-struct KeptBackward<M> {
-    plan: PortableBackwardPlan,
-    workspace: BackwardWorkspace<M>,
-    /// True if the numbers in the workspace have reached the device, as far as is known.
-    is_written: bool,
+struct KeptBackward<E: Engine> {
+    prepared: E::PreparedBackward,
     /// True if a graph refers to the plan.
     captured: bool,
+}
+
+impl<E: Engine> KeptBackward<E> {
+    fn problem(&self) -> &Problem {
+        E::backward_problem(E::planned_backward(&self.prepared))
+    }
 }
 
 /// A plan and its block tables. Runs follow each other on the device, so that they share memory.
@@ -245,9 +246,9 @@ impl<E: Engine> Session<E> {
     ///
     /// # Errors
     /// The errors of [`Session::plan`]; [`SessionError::Unsupported`] also where the problem has no gradients.
-    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&PortableBackwardPlan, E::Error> {
+    pub fn plan_backward(&mut self, desc: &ProblemDesc) -> Result<&E::BackwardPlan, E::Error> {
         self.select_backward(desc)?;
-        Ok(&self.backward[0].plan)
+        Ok(E::planned_backward(&self.backward[0].prepared))
     }
 
     /// Prepares a plan of the caller's, with another tile say, which calls of its description then run.
@@ -370,20 +371,16 @@ impl<E: Engine> Session<E> {
         self.select_backward(desc)?;
         let captures = self.captures()?;
         loop {
-            let KeptBackward { plan, workspace, is_written, captured } = &mut self.backward[0];
-            backward::tensors::check(plan.problem(), inputs, gradients)?;
-            if !*is_written {
-                workspace.write(&self.device, plan).map_err(SessionError::device)?;
-                *is_written = true;
-            }
-            *captured |= captures;
-            let result = backward::run::run(&self.device, plan, inputs, gradients, workspace);
-            let result = result.map_err(E::Error::from);
+            let kept = &mut self.backward[0];
+            backward::tensors::check(kept.problem(), inputs, gradients)?;
+            kept.captured |= captures;
+            let result = self.engine.run_backward(&self.device, &mut kept.prepared, inputs, gradients);
+            let plan = E::planned_backward(&kept.prepared);
             if !result.as_ref().is_err_and(|error| self.engine.learn_backward(plan, error)) {
                 self.device.submit();
                 return result;
             }
-            let plan = self.engine.plan_backward(plan.problem()).map_err(SessionError::from)?;
+            let plan = self.engine.plan_backward(kept.problem()).map_err(SessionError::from)?;
             self.keep_backward_plan(plan)?;
         }
     }
@@ -412,18 +409,19 @@ impl<E: Engine> Session<E> {
     ///
     /// # Errors
     /// [`SessionError::Captures`] while the device captures a graph, and the error that the device reports.
-    pub fn keep_backward_plan(&mut self, plan: PortableBackwardPlan) -> Result<(), E::Error> {
+    pub fn keep_backward_plan(&mut self, plan: E::BackwardPlan) -> Result<(), E::Error> {
         if self.captures()? {
             return Err(SessionError::Captures { what: "preparation of a plan" }.into());
         }
-        self.backward.retain(|kept| kept.captured || kept.plan.problem().desc() != plan.problem().desc());
+        let desc = E::backward_problem(&plan).desc();
+        self.backward.retain(|kept| kept.captured || kept.problem().desc() != desc);
         self.insert_backward(plan)
     }
 
     /// Moves the backward plan of a description to the front, and makes it where there is none.
     fn select_backward(&mut self, desc: &ProblemDesc) -> Result<(), E::Error> {
         self.notice_failures();
-        if let Some(at) = self.backward.iter().position(|kept| kept.plan.problem().desc() == desc) {
+        if let Some(at) = self.backward.iter().position(|kept| kept.problem().desc() == desc) {
             self.backward[..=at].rotate_right(1);
             return Ok(());
         }
@@ -433,7 +431,7 @@ impl<E: Engine> Session<E> {
     }
 
     /// Prepares a backward plan, as the first of all.
-    fn insert_backward(&mut self, plan: PortableBackwardPlan) -> Result<(), E::Error> {
+    fn insert_backward(&mut self, plan: E::BackwardPlan) -> Result<(), E::Error> {
         if self.captures()? {
             return Err(SessionError::Captures { what: "preparation of a plan" }.into());
         }
@@ -443,8 +441,8 @@ impl<E: Engine> Session<E> {
         {
             self.backward.remove(last);
         }
-        let workspace = BackwardWorkspace::new(&self.device, &plan).map_err(SessionError::device)?;
-        self.backward.insert(0, KeptBackward { plan, workspace, is_written: true, captured: false });
+        let prepared = self.engine.prepare_backward(&self.device, plan)?;
+        self.backward.insert(0, KeptBackward { prepared, captured: false });
         Ok(())
     }
 
@@ -475,7 +473,7 @@ impl<E: Engine> Session<E> {
             let tables = kept.tables.iter_mut().filter_map(|tables| tables.last.as_mut());
             tables.for_each(|table| table.entries.clear());
         }
-        self.backward.iter_mut().for_each(|kept| kept.is_written = false);
+        self.backward.iter_mut().for_each(|kept| E::forget_written_backward(&mut kept.prepared));
         self.failures = failures;
     }
 

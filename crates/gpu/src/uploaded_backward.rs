@@ -1,6 +1,5 @@
 //! A backward pass whose tensors were copied to a device, to be run again and again.
 
-use crate::backward::plan::PortableBackwardPlan;
 use crate::backward::upload::{BackwardResults, UploadedBackward};
 use crate::engine::{Engine, MemoryOf};
 use crate::error::SessionError;
@@ -31,11 +30,11 @@ impl<E: Engine> UploadedBackwardRun<E> {
     /// [`SessionError::Inputs`] where the tensors do not fit the plan's problem, and the errors of the device.
     pub fn new(
         mut session: Session<E>,
-        plan: PortableBackwardPlan,
+        plan: E::BackwardPlan,
         inputs: &BackwardInputs<'_>,
         gradients: &Gradients<'_>,
     ) -> Result<Self, E::Error> {
-        let problem = plan.problem().clone();
+        let problem = E::backward_problem(&plan).clone();
         gradients::check(&problem, inputs, gradients).map_err(SessionError::from)?;
         session.keep_backward_plan(plan)?;
         let uploaded = UploadedBackward::new(session.device(), inputs)?;

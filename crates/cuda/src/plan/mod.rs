@@ -20,6 +20,7 @@
 //!
 //! Older devices run the portable kernels, whose plan is of another kind: see `portable`.
 
+mod backward;
 mod cuda_plan;
 mod facts;
 mod kernel;
@@ -35,6 +36,7 @@ mod sm90;
 mod variant;
 mod work_tile;
 
+pub use backward::CudaBackwardPlan;
 pub(crate) use cuda_plan::PlannedKernels;
 pub use cuda_plan::{CudaPlan, CudaTile};
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
@@ -48,5 +50,6 @@ pub use portable::PortableTile;
 pub use sm80::Sm80Tile;
 pub use sm90::Sm90Tile;
 pub(crate) use sm90::WARPGROUP_ROWS;
+pub(crate) use sm90::{BackwardSequence, BackwardTileUnits, BackwardUnit, Sm90Backward};
 pub(crate) use variant::NativeVariant;
 pub(crate) use work_tile::{MAX_RECOMPUTED, MERGE_GROUP, WorkTile};

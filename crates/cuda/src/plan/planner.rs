@@ -1,5 +1,6 @@
 //! [`Plan`] and [`Facts`] of CUDA devices: rates that they reach, and their plans in words.
 
+use super::backward::CudaBackwardPlan;
 use super::cuda_plan::CudaPlan;
 use super::facts::{CudaFacts, NATIVE_CAPABILITY};
 use super::kernel::CudaKernel;
@@ -10,7 +11,6 @@ use flashtile_core::plan::{
 };
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_core::quality::Accumulation;
-use flashtile_gpu::backward::planner::GpuBackwardPlan;
 use flashtile_gpu::plan::prefix_line;
 
 impl Plan for CudaPlan {
@@ -93,7 +93,7 @@ impl Facts for CudaFacts {
     }
 
     fn plan_backward(&self, problem: &Problem, options: PlanOptions) -> Result<AnyBackwardPlan, Unsupported> {
-        GpuBackwardPlan::new(Self::BACKEND, problem, &self.into(), options).map(AnyBackwardPlan::new)
+        CudaBackwardPlan::new(problem, self, options).map(AnyBackwardPlan::new)
     }
 
     fn rates(&self, plan: &CudaPlan) -> Rates {

@@ -38,6 +38,12 @@ impl GpuBackwardPlan {
         Self { backend, options, plan }
     }
 
+    /// The plan as one of other options, which a backend with further kernels has.
+    #[must_use]
+    pub fn with_options(self, options: PlanOptions) -> Self {
+        Self { options, ..self }
+    }
+
     /// The tile of the gradient of a mask, where the problem has an additive one.
     fn bias(&self) -> Option<TileShape> {
         self.plan.bias.as_ref().and(self.plan.tile().bias)

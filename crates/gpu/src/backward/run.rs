@@ -121,6 +121,12 @@ struct Run<'a, 'm, M> {
 }
 
 impl<M> Run<'_, '_, M> {
+    /// Returns true if there are query rows.
+    fn has_rows(&self) -> bool {
+        let dims = self.plan.problem().dims();
+        dims.batch * dims.q_heads > 0 && self.plan.sequence_count() > 0
+    }
+
     /// The parameters of a step.
     fn attend(&self, step: &Step) -> Attend {
         Attend { tiles: step.tiles, ..self.attend }
@@ -140,13 +146,32 @@ pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
 ) -> Result<(), SessionError<D::Error>> {
     let (attend, backward) = params(plan, inputs, gradients)?;
     let run = Run { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) };
-    let dims = plan.problem().dims();
-    if dims.batch * dims.q_heads > 0 && plan.sequence_count() > 0 {
+    if run.has_rows() {
         launch_terms(device, &run, workspace)?;
         launch_q(device, &run, gradients, workspace)?;
         launch_kv(device, &run, gradients, workspace)?;
     }
     launch_bias(device, &run, gradients, workspace)?;
+    Ok(launch_sums(device, &run, gradients, workspace)?)
+}
+
+/// Launches the sums over rows alone, where other kernels have written the gradients of q, k and v: the gradients of sinks. ALiBi slopes need what
+/// `backward_q` writes, and their gradients must not be asked for here.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_sums<M: DeviceMemory, D: Device<Memory = M>>(
+    device: &D,
+    plan: &PortableBackwardPlan,
+    inputs: &GpuBackwardInputs<'_, M>,
+    gradients: &mut GpuGradients<'_, M>,
+    workspace: &mut BackwardWorkspace<M>,
+) -> Result<(), SessionError<D::Error>> {
+    let (attend, backward) = params(plan, inputs, gradients)?;
+    let run = Run { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) };
+    if run.has_rows() {
+        launch_terms(device, &run, workspace)?;
+    }
     Ok(launch_sums(device, &run, gradients, workspace)?)
 }
 

@@ -4,6 +4,7 @@
 //
 //   shared            SS: a and b in shared memory, both K-major (q k^T)
 //   shared_mn_major   SS: a K-major, b MN-major (p v of prefill_wide.cu, where p is in shared memory)
+//   shared_both_mn_major   SS: a and b MN-major (d_q of backward.cu, of gradients of scores [keys][queries])
 //   registers         RS: a in registers, b in shared memory, MN-major (p v)
 //
 // Operands in shared memory are panels of 64 columns of 16 bits: rows of 128 bytes with the 128-byte swizzle, as TMA writes them, from a

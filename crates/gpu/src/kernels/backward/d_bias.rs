@@ -137,9 +137,9 @@ fn store_mask<const ROWS: usize, const COLUMNS: usize, const SIMD_GROUPS: usize>
 /// d_bias[b, h, i, j] = sum prob[i, j] (d_out[i] . v[j] - delta[i])        of every score that the element is added to
 /// ```
 ///
-/// Groups are (tiles of `16 ROW_TILES SIMD_GROUPS / TEAM_SIMDS` rows times tiles of `16 KEY_TILES` keys, heads, sequences), each 1 where the
-/// mask is broadcast; `params.tiles` tiles of rows, and `params.group` 1: rows are of one query head. It has the generics of
-/// [`backward_q`](super::d_q::backward_q()).
+/// Groups are (tiles of `16 ROW_TILES SIMD_GROUPS / TEAM_SIMDS` rows times tiles of `16 KEY_TILES` keys, heads, sequences). Heads or sequences are
+/// 1 where the mask is broadcast. `params.tiles` is the number of tiles of rows, and `params.group` 1: rows are of one query head. It has the
+/// generics of [`backward_q`](super::d_q::backward_q()).
 #[kernel(
     threads = (32 * SIMD_GROUPS) as u32,
     derive(

@@ -64,7 +64,7 @@ fn slope_term(memory: RowMemory, tile: RowTile, params: &Attend, row: u32, at: u
 /// otherwise:  d_sinks[h]        = -sum exp(sink[h] - lse) delta   of every row of head h
 /// ```
 ///
-/// A threadgroup for each sum; slopes are `[H]`, or `[sequences, H]` where `params.alibi_stride` is not 0.
+/// Threadgroups are (sums, 1, 1). Slopes are `[H]`, or `[sequences, H]` where `params.alibi_stride` is not 0.
 #[kernel(
     threads = 128,
     requires(sums.len() >= groups[0] as usize, "a sum for each threadgroup"),

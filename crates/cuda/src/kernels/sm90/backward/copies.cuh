@@ -1,0 +1,83 @@
+// The warpgroup that copies: one thread of it fills the stages, another adds tiles of d_q to memory.
+
+// Fills the stages. Each block copies one half of a tile's rows to both.
+DEVICE void copy_tiles(const BackwardParams& p, const Work& work, BackwardMemory& memory, u32 rank) {
+    const BackwardSequence& s = work.sequence;
+    const u32 kv_head = work.unit.kv_head, half = rank * (BLOCK_M / 2);
+    const ClusterRows keys(s.batch * p.k_batch_rows + s.kv_start, s.kv_len), values(s.batch * p.v_batch_rows + s.kv_start, s.kv_len);
+    const ClusterRows queries(s.batch * p.q_batch_rows + s.q_start, s.q_len), d_outs(s.batch * p.d_out_batch_rows + s.q_start, s.q_len);
+    const u32 kv_full = shared_address(&memory.kv_full);
+    mbarrier_arrive_expect(kv_full, 3 * KV_BYTES);
+    for (int i = 0; i < PANELS; i++) {
+        const u32 panel = i * BLOCK_N * PANEL_ROW_BYTES, column = i * PANEL_COLUMNS;
+        keys.load(shared_address(memory.k) + panel, &p.k, kv_full, column, kv_head, work.first_key(rank));
+        values.load(shared_address(memory.v) + panel, &p.v, kv_full, column, kv_head, work.first_key(rank));
+        keys.load(shared_address(memory.peer_k) + panel, &p.k, kv_full, column, kv_head, work.first_key(rank ^ 1));
+    }
+    Step at(work);
+    RingStage<STAGES> stage;
+    for (u32 n = 0; n < work.steps; n++, at.advance(p, work), stage.advance()) {
+        const u32 row = at.tile * BLOCK_M, head = at.query_head(p, work), slot = stage.stage();
+        const float* terms = (const float*)p.neg_lse + at.index(p, work) * BLOCK_M;
+        const float* deltas = (const float*)p.delta + at.index(p, work) * BLOCK_M;
+        auto fill = [&](const ClusterRows& rows, const TensorMap* map, u8* to, u64* full, u64* empty, const float* list, int which) {
+            const u32 barrier = shared_address(full + slot);
+            stage.wait_empty(shared_address(empty));
+            mbarrier_arrive_expect(barrier, Q_BYTES + BLOCK_M * 4);
+            for (int i = 0; i < PANELS; i++) {
+                const u32 at_panel = shared_address(to) + i * BLOCK_M * PANEL_ROW_BYTES + half * PANEL_ROW_BYTES;
+                rows.load_both(at_panel, map, barrier, i * PANEL_COLUMNS, head, row + half);
+            }
+            copy_from_device(shared_address(memory.rows[slot][which]), list, BLOCK_M * 4, barrier);
+        };
+        fill(queries, &p.q, memory.q[slot], memory.q_full, memory.q_empty, terms, 0);
+        fill(d_outs, &p.d_out, memory.d_out[slot], memory.d_out_full, memory.d_out_empty, deltas, 1);
+    }
+}
+
+// Waits until a tile has all sums of the units before. Spins without ordering, which would invalidate the first-level cache each time.
+DEVICE void wait_turn(const u32* turn, u32 place) {
+    u32 seen;
+    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+    while (seen != place);
+    fence_device();
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Adds tiles of d_q to memory, each when it is this unit's turn: the first unit stores, so that nothing has to be cleared. For the last it
+// brings the sum of the others, and the d_q group converts.
+DEVICE void add_tiles(const BackwardParams& p, const Work& work, BackwardMemory& memory, u32 rank) {
+    const u32 staged = shared_address(memory.d_q), full = shared_address(&memory.d_q_full), sum = shared_address(&memory.d_q_sum);
+    Step at(work);
+    u32 parity = 0;
+    for (u32 n = 0; n < work.steps; n++, at.advance(p, work)) {
+        if (n % CLUSTER != rank) continue;
+        const Turn turn(p, work, at);
+        if (turn.is_last() && turn.place == 0) continue;
+        const u64 tile = at.index(p, work);
+        u32* turns = (u32*)p.turns + tile;
+        for (int part = 0; part < 2; part++, parity ^= 1) {
+            u8* to = (u8*)p.d_q_sums + (2 * tile + part) * PART_BYTES;
+            if (!turn.is_last()) mbarrier_wait(full, parity);
+            if (part == 0) wait_turn(turns, turn.place);
+            if (turn.is_last()) {
+                mbarrier_arrive_expect(sum, PART_BYTES);
+                copy_from_device(staged, to, PART_BYTES, sum);
+                mbarrier_wait(full, parity);
+            } else if (turn.place == 0) {
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(staged), "r"(PART_BYTES) : "memory");
+            } else {
+                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                             ::"l"(to), "r"(staged), "r"(PART_BYTES) : "memory");
+            }
+            bulk_commit();
+            bulk_wait_read();
+            mbarrier_arrive(shared_address(&memory.d_q_empty));
+        }
+        if (!turn.is_last()) {
+            bulk_wait();
+            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turns), "r"(turn.place + 1) : "memory");
+        }
+    }
+    bulk_wait();
+}

@@ -1,0 +1,59 @@
+// The work of a cluster, and the order in which clusters add to a tile of d_q.
+//
+// Clusters are launched in the order of their units. A unit takes its tiles from the last to the first. Units add to a tile in the order of
+// their keys, and a unit is launched after those of the same head with keys in front of its own: it waits for clusters that were launched before
+// it, which need nothing of it.
+
+// What a unit needs of its sequence.
+struct Work {
+    BackwardUnit unit;
+    BackwardSequence sequence;
+    // The head's tiles of query rows, and the steps of the unit.
+    u32 tiles, steps;
+
+    DEVICE explicit Work(const BackwardParams& p) {
+        unit = ((const BackwardUnit*)p.units)[blockIdx.x / CLUSTER];
+        sequence = ((const BackwardSequence*)p.sequences)[unit.sequence];
+        tiles = (sequence.q_len + BLOCK_M - 1) / BLOCK_M;
+        steps = (unit.end_tile - unit.first_tile) * p.group;
+    }
+
+    // The first key of a block of the cluster.
+    DEVICE u32 first_key(u32 rank) const { return unit.block * CLUSTER_N + rank * BLOCK_N; }
+};
+
+// A step: a tile of one query head of the group. All heads of a tile, then the next tile, so that clusters stay together where units have
+// different tiles; otherwise head by head, for which the second-level cache has room.
+struct Step {
+    u32 tile, head = 0;
+
+    DEVICE explicit Step(const Work& work) : tile(work.unit.end_tile - 1) {}
+
+    DEVICE void advance(const BackwardParams& p, const Work& work) {
+        if (p.heads_inner) {
+            if (++head == p.group) head = 0, tile--;
+        } else if (tile-- == work.unit.first_tile) {
+            tile = work.unit.end_tile - 1, head++;
+        }
+    }
+
+    // The query head.
+    DEVICE u32 query_head(const BackwardParams& p, const Work& work) const { return work.unit.kv_head * p.group + head; }
+
+    // The number of the tile among those of all heads and sequences.
+    DEVICE u64 index(const BackwardParams& p, const Work& work) const {
+        return (u64)work.sequence.tiles_before * p.q_heads + query_head(p, work) * work.tiles + tile;
+    }
+};
+
+// The place of a unit among those that add to a tile.
+struct Turn {
+    u32 place, last;
+
+    DEVICE Turn(const BackwardParams& p, const Work& work, const Step& at) {
+        const BackwardTileUnits of_tile = ((const BackwardTileUnits*)p.tile_units)[work.sequence.tiles_before + at.tile];
+        place = work.unit.block - of_tile.first, last = of_tile.count - 1;
+    }
+
+    DEVICE bool is_last() const { return place == last; }
+};

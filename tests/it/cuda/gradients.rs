@@ -1,0 +1,75 @@
+//! Gradients by native kernels, on the device.
+
+use crate::support::cuda_with_wgmma;
+use flashtile::{Dtype, PlanOptions, QOffset, Visibility};
+use flashtile_testkit::{BackwardCase, Case, Failure, GradientAnswer, Rng, catalogue, random_case};
+
+/// Shapes in which many units add to a tile, and what the catalogue's few rows do not reach.
+fn large() -> Vec<Case> {
+    let case = |name: &str, dims, dtype| Case::new(name, dims, dtype);
+    vec![
+        case("many_units", [1, 4, 2, 300, 1500, 128, 128], Dtype::BF16),
+        case("many_tiles", [1, 2, 2, 1100, 600, 64, 64], Dtype::F16),
+        case("causal", [2, 4, 1, 1000, 1000, 128, 128], Dtype::BF16).causal(QOffset::TopLeft),
+        case("causal_later", [1, 2, 1, 400, 1300, 64, 64], Dtype::BF16).causal(QOffset::BottomRight).sinks(),
+        case("window", [1, 4, 2, 900, 900, 128, 128], Dtype::F16)
+            .seeing(Visibility::window(Some(255), Some(0)))
+            .at(QOffset::At(0)),
+        case("window_past_the_keys", [1, 2, 2, 700, 300, 96, 40], Dtype::BF16)
+            .seeing(Visibility::window(Some(20), Some(10)))
+            .at(QOffset::At(-150)),
+        case("lengths", [3, 2, 1, 300, 700, 128, 64], Dtype::BF16)
+            .kv_lens(&[700, 0, 257])
+            .causal(QOffset::BottomRight),
+        case("packed", [1, 4, 2, 1100, 1100, 128, 128], Dtype::BF16)
+            .packed(&[(500, 500), (0, 0), (1, 300), (599, 300)])
+            .causal(QOffset::BottomRight),
+        case("negative_scale", [1, 2, 2, 300, 600, 64, 64], Dtype::BF16)
+            .causal(QOffset::BottomRight)
+            .scale(-0.2),
+    ]
+}
+
+#[test]
+fn native_gradients_match_the_oracle_and_have_the_same_bits_again() {
+    let Some(cuda) = cuda_with_wgmma() else { return };
+    let mut session = cuda.session(&cuda.context().new_stream().unwrap());
+    let random = (0..200).map(|seed| {
+        let mut rng = Rng::new(seed);
+        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
+    });
+    let (mut failures, mut checked) = (Vec::new(), 0);
+    for case in large().into_iter().chain(catalogue()).chain(random) {
+        let Ok(prepared) = BackwardCase::new(&case) else { continue };
+        let desc = prepared.problem().desc().clone();
+        let native = cuda.facts();
+        let Ok(plan) =
+            flashtile::plan::Facts::plan_backward(native, prepared.problem(), PlanOptions::default())
+        else {
+            continue;
+        };
+        if !plan.kernel().contains("wgmma") {
+            continue;
+        }
+        let prepared = prepared.rounding_scores().unwrap();
+        let mut gradients = || -> Result<GradientAnswer, Failure> {
+            prepared.run_by("native", |inputs, gradients| {
+                session.compute_backward(&desc, inputs, gradients).map_err(|error| error.to_string())
+            })
+        };
+        let result = gradients().and_then(|answer| {
+            prepared.check(&answer)?;
+            match gradients()?.bits() == answer.bits() {
+                true => Ok(()),
+                false => Err(Failure::Error("other bits in a second run".to_owned())),
+            }
+        });
+        checked += 1;
+        if let Err(why) = result {
+            failures.push(format!("{}: {why}", case.name));
+        }
+    }
+    println!("{checked} cases, {} failures", failures.len());
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert!(checked > 200);
+}
