@@ -35,12 +35,13 @@ DEVICE void copy_tiles(const BackwardParams& p, const Work& work, BackwardMemory
     }
 }
 
-// Waits until a tile has all sums of the units before. Spins without ordering, which would invalidate the first-level cache each time.
+// Waits until a tile has all sums of the units before. Spins without ordering, which would invalidate the first-level cache each time, and orders
+// once: a fence of the whole device there costs 2 % of the kernel.
 DEVICE void wait_turn(const u32* turn, u32 place) {
     u32 seen;
     do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
     while (seen != place);
-    fence_device();
+    load_acquire(turn);
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
