@@ -57,6 +57,11 @@ def _check(named, options):
     for name in ("scale", "softcap"):
         check_numbers(name, getattr(options, name))
     check_devices(named | lists)
+    # The operator has words of its own for the others. Lengths are checked together, or, beside a tensor, by `_integers`.
+    apart = {"mask", "mask_lens"} | {name for name in ("alibi_slopes", "sinks") if isinstance(getattr(options, name), Tensor)}
+    if any(isinstance(x, Tensor) for x in lists.values()):
+        apart |= {"q_lens", "kv_lens", "cu_seqlens"}
+    _flashtile.check_options(tuple(None if name in apart else x for name, x in zip(Options._fields, options)))
 
 
 def _operator(q, k, v, options):
@@ -67,7 +72,7 @@ def _operator(q, k, v, options):
     if starts is not None and not (isinstance(starts, tuple) and len(starts) == 2 and not isinstance(starts[0], Integral)):
         starts = (starts, starts)
     cu_seqlens_q, cu_seqlens_k = starts or (None, None)
-    left, right = options.window
+    left, right = (-1, -1) if options.window is None else options.window
     return torch.ops.flashtile.attention(
         q,
         _tensor(k, None),
@@ -76,11 +81,11 @@ def _operator(q, k, v, options):
         mask_lens=options.mask_lens,
         alibi_slopes=_tensor(options.alibi_slopes, torch.float32),
         sinks=_tensor(options.sinks, torch.float32),
-        q_lens=_tensor(options.q_lens, torch.int64),
-        kv_lens=_tensor(options.kv_lens, torch.int64),
-        cu_seqlens_q=_tensor(cu_seqlens_q, torch.int64),
-        cu_seqlens_k=_tensor(cu_seqlens_k, torch.int64),
-        causal=options.causal,
+        q_lens=_integers("q_lens", options.q_lens),
+        kv_lens=_integers("kv_lens", options.kv_lens),
+        cu_seqlens_q=_integers("cu_seqlens", cu_seqlens_q),
+        cu_seqlens_k=_integers("cu_seqlens", cu_seqlens_k),
+        causal=options.causal or False,
         left=left,
         right=right,
         attention_chunk=options.attention_chunk,
@@ -88,9 +93,19 @@ def _operator(q, k, v, options):
         q_offset=None if named else q_offset,
         scale=options.scale,
         softcap=options.softcap,
-        layout=options.layout,
-        return_lse=options.return_lse,
+        layout="bhsd" if options.layout is None else options.layout,
+        return_lse=options.return_lse or False,
     )
+
+
+def _integers(name, x):
+    """Lengths as a tensor. One that is no integer is refused, not cut."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    made = torch.as_tensor(x)
+    if made.numel() and (made.is_floating_point() or made.is_complex() or made.dtype == torch.bool):
+        raise TypeError(f"{name} is {x!r}, expected integers")
+    return made.to(torch.int64)
 
 
 def _tensor(x, dtype):

@@ -29,6 +29,7 @@ fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(backward::attention_backward, module)?)?;
     module.add_function(wrap_pyfunction!(with_cache::attention_with_cache, module)?)?;
     module.add_function(wrap_pyfunction!(merge::merge, module)?)?;
+    module.add_function(wrap_pyfunction!(options::check_options, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
     module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;
     module.add_function(wrap_pyfunction!(attention::attention_plain, module)?)?;

@@ -148,6 +148,13 @@ fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
     PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
 }
 
+/// Refuses options that `attention` refuses, of a call that an operator of PyTorch computes: its own words name neither the option nor what was
+/// expected.
+#[pyfunction]
+pub(crate) fn check_options(options: &Bound<'_, PyTuple>) -> PyResult<()> {
+    Options::of(options).map(|_| ())
+}
+
 impl Options {
     /// The options of a tuple, in the order of [`NAMES`].
     pub(crate) fn of(tuple: &Bound<'_, PyTuple>) -> PyResult<Self> {

@@ -413,6 +413,49 @@ def test_what_is_refused():
         attention(q, k, v, out=torch.empty(2, 4, 33, 24))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_lens": [5.5]},
+        {"cu_seqlens": [0, 4.9, 9]},
+        {"q_lens": [2.9, 5]},
+        {"causal": 2},
+        {"causal": "yes"},
+        {"return_lse": 1},
+        {"window": 4},
+        {"window": (4,)},
+        {"window": (4.5, 0)},
+        {"scale": "x"},
+        {"attention_chunk": 4.0},
+        {"causal": True, "q_offset": 2.0},
+        {"sinks": "x"},
+        {"layout": "sbhd"},
+    ],
+    ids=str,
+)
+def test_options_are_refused_as_without_gradients(options):
+    q, k, v = qkv(BATCH)
+    with pytest.raises((TypeError, ValueError)) as want:
+        attention(q, k, v, **options)
+    with pytest.raises(want.type) as got:
+        attention(q.requires_grad_(), k, v, **options)
+    assert str(got.value) == str(want.value)
+
+
+def test_options_that_are_none():
+    q, k, v = qkv(BATCH)
+    none = {"layout": None, "window": None, "causal": None, "return_lse": None}
+    assert torch.equal(attention(q.requires_grad_(), k, v, **none).detach(), attention(q.detach(), k, v, **none))
+
+
+def test_lengths_are_no_fractions_beside_tensors():
+    """Where other lengths are tensors, lists are still of integers."""
+    q, k, v = (x[0].transpose(0, 1) for x in qkv(BATCH))
+    starts = torch.tensor([0, 20, 33])
+    with pytest.raises(TypeError, match="kv_lens is .* expected integers"):
+        attention(q.requires_grad_(), k, v, cu_seqlens=starts, kv_lens=[10.5, 3])
+
+
 def test_stand_ins_of_a_gpu():
     """Compilers see tensors on a GPU where there is none: both operators say where their results are, and whose gradients there are."""
     from torch._subclasses.fake_tensor import FakeTensorMode
