@@ -70,9 +70,10 @@ If IN has out or lse, the answer is compared with them. The report says how far 
 limit, which is twice that of docs/numerics.md because both answers may err, the exit status is 1.
 OUT is written in any case. No limit applies if --dtype or a codec rounds q, k or v.
 
-With --grad also computes the gradients of the loss, and writes d_q, d_k and d_v (dtype and layout of
-q, k and v) and, where IN has those inputs, d_sinks, d_bias (of an additive mask, in its shape) and
-d_alibi_slopes (F32). Caches have no gradients. The report has the error of each gradient that IN has too, without a limit.
+With --grad also computes the gradients of the loss, and writes d_q, d_k and d_v (in dtype and layout
+of q, k, v) and, where IN has those inputs, d_sinks, d_bias (of an additive mask, in its shape) and
+d_alibi_slopes (F32). Caches have no gradients. The report has the error of each gradient that IN has
+too, without a limit.
 
 Tensors with unknown names are noted and not read, or refused with --strict; names that look
 misspelt are refused.";

@@ -298,10 +298,17 @@ fn plans_of_the_backward_pass() {
         let line = format!("\nbackward   {kernel}: ");
         assert!(text.contains(&line) && text.contains(" keys for d_q, of "), "{text}");
     }
+    let of_h200 = |more: &[&str]| {
+        let text = stdout(&flashtile(with(&with(&shape, &["--device", "h200", "--dtype", "bf16"]), more)));
+        text.lines().find(|line| line.starts_with("backward ")).unwrap().to_owned()
+    };
+    assert!(of_h200(&[]).starts_with("backward   cuda-backward-bf16-d64-wgmma128x256: "), "{}", of_h200(&[]));
+    let why = "(native backward kernels have no softcap)";
+    assert!(of_h200(&["--softcap", "30"]).contains(why), "{}", of_h200(&["--softcap", "30"]));
     let native = flashtile(with(&shape, &["--device", "h200", "--kernels", "native"]));
     assert_refused(
         &native,
-        "--grad: no backward pass: the device has no native kernels for the gradients of the problem",
+        "--grad: no backward pass: native backward kernels multiply f16 and bf16 only",
         "native",
     );
     let plan: Value =

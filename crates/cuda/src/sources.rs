@@ -412,7 +412,7 @@ mod tests {
                 add(Source::sm90_limits());
                 for (dtype, dim) in [(Dtype::BF16, 64), (Dtype::F16, 128)] {
                     let desc = ProblemDesc::new(dims_of_training(dim), dtype);
-                    let plan = Sm90Backward::new(&desc.validate().unwrap()).unwrap().unwrap();
+                    let plan = Sm90Backward::new(&desc.validate().unwrap()).unwrap();
                     add(Source::sm90_backward(&plan));
                     add(Source::sm90_backward_prepare(&plan));
                 }

@@ -12,6 +12,8 @@ use std::fmt;
 #[derive(Debug, Clone)]
 pub struct CudaBackwardPlan {
     native: Option<Sm90Backward>,
+    /// Why there are no native kernels, if there are none.
+    lacks: Option<&'static str>,
     portable: GpuBackwardPlan,
 }
 
@@ -26,17 +28,26 @@ impl CudaBackwardPlan {
             others.kernels = KernelChoice::Auto;
         }
         let portable = GpuBackwardPlan::new("cuda", problem, &facts.into(), others)?;
-        let native = match options.kernels {
-            KernelChoice::Auto | KernelChoice::Native if facts.wgmma => Sm90Backward::new(problem)?,
-            _ => None,
+        let lacks = match options.kernels {
+            KernelChoice::Portable => Some("portable kernels were asked for"),
+            KernelChoice::Auto | KernelChoice::Native if !facts.wgmma => {
+                Some("the device has no native backward kernels")
+            }
+            KernelChoice::Auto | KernelChoice::Native
+                if facts.shared_per_block < Sm90Backward::MAX_SHARED_BYTES =>
+            {
+                Some("the device has less shared memory than native backward kernels take")
+            }
+            KernelChoice::Auto | KernelChoice::Native => Sm90Backward::lacks(problem),
         };
-        let native = native.filter(|native| native.shared_bytes() <= facts.shared_per_block);
-        if options.kernels == KernelChoice::Native && native.is_none() {
-            return Err(Unsupported::Backward {
-                why: "the device has no native kernels for the gradients of the problem",
-            });
-        }
-        Ok(Self { native, portable: portable.with_options(options) })
+        let native = match lacks {
+            None => Some(Sm90Backward::new(problem)?),
+            Some(why) if options.kernels == KernelChoice::Native => {
+                return Err(Unsupported::Backward { why });
+            }
+            Some(_) => None,
+        };
+        Ok(Self { native, lacks, portable: portable.with_options(options) })
     }
 
     /// The problem whose gradients the plan computes.
@@ -76,7 +87,10 @@ impl BackwardPlan for CudaBackwardPlan {
     }
 
     fn words(&self) -> String {
-        let Some(native) = &self.native else { return self.portable.words() };
+        let Some(native) = &self.native else {
+            let why = self.lacks.map_or_else(String::new, |why| format!(" ({why})"));
+            return self.portable.words() + &why;
+        };
         format!(
             "{} clusters of {} keys, tiles of {} rows, 5 products",
             native.units.len(),

@@ -1,4 +1,4 @@
-// What the backward pass needs of each query row, by tiles: -lse in units of log2, and delta = sum(d_out * out) - d_lse. Clears the turns of
+// Terms of each query row for the backward pass, by tiles: -lse in units of log2, and delta = sum(d_out * out) - d_lse. Clears the turns of
 // tiles, and d_q of tiles that see no key.
 
 // Lanes of a row: 16 bytes each.

@@ -14,6 +14,9 @@ use std::rc::Rc;
 /// Keys of a cluster.
 pub(crate) const CLUSTER_KEYS: usize = 256;
 
+/// Largest head dimension.
+const MAX_DIM: usize = 128;
+
 /// Elements of a tile of `d_q`, whatever its columns.
 pub(crate) const TILE_ELEMENTS: usize = 8192;
 
@@ -90,24 +93,41 @@ pub(crate) struct Sm90Backward {
 }
 
 impl Sm90Backward {
-    /// The plan of a problem; `None` where it has a feature that these kernels lack.
-    pub(crate) fn new(problem: &Problem) -> Result<Option<Self>, Unsupported> {
+    /// Bytes of shared memory that a block takes at most.
+    pub(crate) const MAX_SHARED_BYTES: usize = 227 << 10;
+
+    /// Why these kernels do not compute a problem, if they do not.
+    pub(crate) fn lacks(problem: &Problem) -> Option<&'static str> {
         let (dims, desc) = (problem.dims(), problem.desc());
-        let has_terms = desc.softcap.is_some() || desc.alibi || desc.mask.is_some() || desc.tree;
-        let widest = dims.head_dim.max(dims.value_dim);
         let furthest = |s: &Sequence| s.q_offset.unsigned_abs() as usize + s.q_len.max(s.kv_len);
-        let is_taken = problem.dtype() != Dtype::F32
-            && !has_terms
-            && desc.visibility.chunk().is_none()
-            && widest <= 128
+        let reasons = [
+            (problem.dtype() == Dtype::F32, "native backward kernels multiply f16 and bf16 only"),
+            (desc.softcap.is_some(), "native backward kernels have no softcap"),
+            (desc.alibi, "native backward kernels have no ALiBi"),
+            (desc.mask.is_some() || desc.tree, "native backward kernels have no masks"),
+            (desc.visibility.chunk().is_some(), "native backward kernels have no attention chunks"),
+            (
+                dims.head_dim.max(dims.value_dim) > MAX_DIM,
+                "native backward kernels have head dimensions up to 128 only",
+            ),
             // Rows are accessed in chunks of 16 bytes.
-            && dims.head_dim.is_multiple_of(8)
-            && dims.value_dim.is_multiple_of(8)
-            && problem.scale() != 0.0
-            && problem.sequences().iter().map(furthest).max().is_none_or(|n| n <= MAX_POSITION);
-        if !is_taken {
-            return Ok(None);
-        }
+            (
+                !(dims.head_dim.is_multiple_of(8) && dims.value_dim.is_multiple_of(8)),
+                "native backward kernels have head dimensions of multiples of 8 only",
+            ),
+            (problem.scale() == 0.0, "native backward kernels have no scale of 0"),
+            (
+                problem.sequences().iter().any(|s| furthest(s) > MAX_POSITION),
+                "native backward kernels have positions below 2^29 only",
+            ),
+        ];
+        reasons.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
+    }
+
+    /// The plan of a problem that these kernels do not [lack](Self::lacks) anything of.
+    pub(crate) fn new(problem: &Problem) -> Result<Self, Unsupported> {
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let widest = dims.head_dim.max(dims.value_dim);
         let columns = if widest <= 64 { 64 } else { 128 };
         let bound = |side: Option<usize>| side.map_or(NO_BOUND, |n| n.min(NO_BOUND as usize) as i32);
         let mut plan = Self {
@@ -135,7 +155,7 @@ impl Sm90Backward {
             Unsupported::Tasks { got: plan.tile_units.len().saturating_mul(dims.q_heads), max: MAX_TILES },
         )?;
         plan.launch_order(&heads, dims.gqa_group());
-        Ok(Some(plan))
+        Ok(plan)
     }
 
     /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-wgmma{rows of a tile}x{keys of a cluster}`.
@@ -144,8 +164,8 @@ impl Sm90Backward {
         format!("cuda-backward-{dtype}-d{columns}-wgmma{}x{CLUSTER_KEYS}", self.tile_rows())
     }
 
-    /// Bytes of shared memory of a block: keys and values and the peer's keys, two stages of queries and `d_out`, gradients of scores, a part of
-    /// `d_q`, terms of rows, barriers.
+    /// Bytes of shared memory of a block: keys and values and the peer's keys, two stages of queries and `d_out`, gradients of scores, half of a tile
+    /// of `d_q`, terms of rows, barriers.
     pub(crate) const fn shared_bytes(&self) -> usize {
         let (keys, rows) = (CLUSTER_KEYS / 2, self.tile_rows());
         let kv = 3 * 2 * keys * self.columns;
@@ -154,7 +174,7 @@ impl Sm90Backward {
         kv + stages + d_scores + 2 * TILE_ELEMENTS + 2 * 2 * 4 * rows + 8 * 15
     }
 
-    /// The parts of scratch memory.
+    /// Where the regions of scratch memory begin.
     pub(crate) fn regions(&self) -> BackwardRegions {
         let mut len = 0;
         let mut region = |bytes: usize| {
@@ -252,7 +272,7 @@ impl Sm90Backward {
     }
 }
 
-/// Where parts of scratch memory begin, and its bytes. The first three are written with the plan.
+/// Where the regions of scratch memory begin, and its bytes. The first three are written with the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BackwardRegions {
     pub(crate) units: usize,
@@ -359,7 +379,7 @@ mod tests {
     #[test]
     fn units_end_and_add_in_one_order_on_any_number_of_multiprocessors() {
         for problem in problems() {
-            let plan = Sm90Backward::new(&problem).unwrap().unwrap();
+            let plan = Sm90Backward::new(&problem).unwrap();
             let want = simulated(&plan, 1).unwrap_or_else(|stuck| panic!("{problem:?}: {stuck:?}"));
             for resident in [2, 7, 57, 66, 10_000] {
                 assert!(simulated(&plan, resident).is_ok_and(|got| got == want), "{resident} of {problem:?}");
@@ -374,9 +394,17 @@ mod tests {
     }
 
     #[test]
+    fn blocks_fit_shared_memory() {
+        for problem in problems() {
+            let plan = Sm90Backward::new(&problem).unwrap();
+            assert!(plan.shared_bytes() <= Sm90Backward::MAX_SHARED_BYTES);
+        }
+    }
+
+    #[test]
     fn an_order_that_never_ends_is_found() {
         let problem = &problems()[1];
-        let mut plan = Sm90Backward::new(problem).unwrap().unwrap();
+        let mut plan = Sm90Backward::new(problem).unwrap();
         plan.units.reverse();
         assert!(simulated(&plan, 4).is_err_and(|stuck| stuck.len() == 4));
     }
@@ -385,7 +413,7 @@ mod tests {
     #[test]
     fn steps_cover_what_is_visible() {
         for problem in problems() {
-            let plan = Sm90Backward::new(&problem).unwrap().unwrap();
+            let plan = Sm90Backward::new(&problem).unwrap();
             let rows = plan.tile_rows();
             let mut covered = HashSet::new();
             for unit in plan.units.iter().filter(|unit| unit.kv_head == 0) {

@@ -57,19 +57,19 @@ DEVICE void add_tiles(const BackwardParams& p, const Work& work, BackwardMemory&
         if (turn.is_last() && turn.place == 0) continue;
         const u64 tile = at.index(p, work);
         u32* turns = (u32*)p.turns + tile;
-        for (int part = 0; part < 2; part++, parity ^= 1) {
-            u8* to = (u8*)p.d_q_sums + (2 * tile + part) * PART_BYTES;
+        for (int half = 0; half < 2; half++, parity ^= 1) {
+            u8* to = (u8*)p.d_q_sums + (2 * tile + half) * HALF_BYTES;
             if (!turn.is_last()) mbarrier_wait(full, parity);
-            if (part == 0) wait_turn(turns, turn.place);
+            if (half == 0) wait_turn(turns, turn.place);
             if (turn.is_last()) {
-                mbarrier_arrive_expect(sum, PART_BYTES);
-                copy_from_device(staged, to, PART_BYTES, sum);
+                mbarrier_arrive_expect(sum, HALF_BYTES);
+                copy_from_device(staged, to, HALF_BYTES, sum);
                 mbarrier_wait(full, parity);
             } else if (turn.place == 0) {
-                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(staged), "r"(PART_BYTES) : "memory");
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(staged), "r"(HALF_BYTES) : "memory");
             } else {
                 asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                             ::"l"(to), "r"(staged), "r"(PART_BYTES) : "memory");
+                             ::"l"(to), "r"(staged), "r"(HALF_BYTES) : "memory");
             }
             bulk_commit();
             bulk_wait_read();

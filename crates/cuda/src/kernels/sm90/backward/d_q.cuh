@@ -1,9 +1,9 @@
 // The warpgroup that computes d_q of every second tile, over the keys of both blocks.
 
-// d_score of a part of a tile times the keys of the cluster: rows, or columns, from 64 `part` on.
-DEVICE void d_q_product(float (&d_q)[32], BackwardMemory& memory, int part) {
-    const u32 d_scores = operand_address(shared_address(memory.d_scores)) + (COLUMNS == 64 ? part * BLOCK_N * PANEL_ROW_BYTES : 0);
-    const u32 columns = COLUMNS == 128 ? part * BLOCK_N * PANEL_ROW_BYTES : 0;
+// d_score of a half of a tile times the keys of the cluster: rows, or columns, from 64 `half` on.
+DEVICE void d_q_product(float (&d_q)[32], BackwardMemory& memory, int half) {
+    const u32 d_scores = operand_address(shared_address(memory.d_scores)) + (COLUMNS == 64 ? half * BLOCK_N * PANEL_ROW_BYTES : 0);
+    const u32 columns = COLUMNS == 128 ? half * BLOCK_N * PANEL_ROW_BYTES : 0;
     pin_registers(d_q);
     wgmma_fence();
 #pragma unroll
@@ -17,11 +17,11 @@ DEVICE void d_q_product(float (&d_q)[32], BackwardMemory& memory, int part) {
     pin_registers(d_q);
 }
 
-// Adds the sum of the other units, scales, and writes a part of a tile.
-DEVICE void store_d_q(const BackwardParams& p, const Work& work, const Step& at, const float (&d_q)[32], u32 sum, bool has_sum, int part) {
+// Adds the sum of the other units, scales, and writes a half of a tile.
+DEVICE void store_d_q(const BackwardParams& p, const Work& work, const Step& at, const float (&d_q)[32], u32 sum, bool has_sum, int half) {
     const u32 thread = threadIdx.x % WARPGROUP_THREADS, warp = thread / 32, lane = thread % 32;
-    const u32 row = at.tile * BLOCK_M + (COLUMNS == 64 ? part * 64 : 0) + 16 * warp + lane / 4;
-    const u32 column = (COLUMNS == 128 ? part * 64 : 0) + 2 * (lane % 4);
+    const u32 row = at.tile * BLOCK_M + (COLUMNS == 64 ? half * 64 : 0) + 16 * warp + lane / 4;
+    const u32 column = (COLUMNS == 128 ? half * 64 : 0) + 2 * (lane % 4);
     const BackwardSequence& s = work.sequence;
     u8* to = (u8*)p.d_q.at + s.batch * p.d_q.batch + at.query_head(p, work) * p.d_q.head + (s.q_start + row) * p.d_q.row + 2 * column;
 #pragma unroll
@@ -52,15 +52,15 @@ DEVICE void compute_d_q(const BackwardParams& p, const Work& work, BackwardMemor
         parity ^= 1;
         if (thread == 0) mbarrier_arrive_expect(d_scores_full, D_SCORE_BYTES);
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
+        for (int half = 0; half < 2; half++) {
             float d_q[32];
-            d_q_product(d_q, memory, part);
-            if (part == 1 && lane == 0) mbarrier_arrive(shared_address(&memory.d_scores_empty));
-            if (part == 1 && lane == 1) mbarrier_arrive_in(shared_address(&memory.peer_empty), rank ^ 1);
+            d_q_product(d_q, memory, half);
+            if (half == 1 && lane == 0) mbarrier_arrive(shared_address(&memory.d_scores_empty));
+            if (half == 1 && lane == 1) mbarrier_arrive_in(shared_address(&memory.peer_empty), rank ^ 1);
             if (turn.is_last()) {
                 const bool has_sum = turn.place > 0;
                 if (has_sum) mbarrier_wait(shared_address(&memory.d_q_sum), sum_parity), sum_parity ^= 1, empty_parity ^= 1;
-                store_d_q(p, work, at, d_q, staged, has_sum, part);
+                store_d_q(p, work, at, d_q, staged, has_sum, half);
                 if (!has_sum) continue;
             } else {
                 mbarrier_wait(shared_address(&memory.d_q_empty), empty_parity);

@@ -18,7 +18,7 @@ struct KeyLane {
 
     DEVICE KeyLane() : group(uniform(threadIdx.x / WARPGROUP_THREADS)), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {}
 
-    // The lane's first key among those of the block, and its first column of a tile.
+    // The lane's first key of the block, and its first column of a tile.
     DEVICE u32 key() const { return group * 64 + 16 * warp + lane / 4; }
     DEVICE u32 column() const { return 2 * (lane % 4); }
 };

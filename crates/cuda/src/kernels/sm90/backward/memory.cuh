@@ -4,11 +4,11 @@
 // which both blocks have. Constants in addition: DTYPE, and COLUMNS, head dimensions rounded up to panels, 64 or 128.
 
 constexpr int BLOCK_N = 128, CLUSTER_N = 2 * BLOCK_N;
-// A tile of d_q has as many elements, whatever its columns: two parts of 64 x 64.
+// A tile of d_q has as many elements, whatever its columns: two halves of 64 x 64.
 constexpr int TILE_ELEMENTS = 8192, BLOCK_M = TILE_ELEMENTS / COLUMNS, PANELS = COLUMNS / PANEL_COLUMNS;
 constexpr int KV_BYTES = BLOCK_N * COLUMNS * 2, Q_BYTES = BLOCK_M * COLUMNS * 2, D_SCORE_BYTES = BLOCK_N * BLOCK_M * 2;
-constexpr int PART_BYTES = TILE_ELEMENTS * 4 / 2, STAGES = 2;
-static_assert(PART_BYTES == 16384);
+constexpr int HALF_BYTES = TILE_ELEMENTS * 4 / 2, STAGES = 2;
+static_assert(HALF_BYTES == 16384);
 
 // Probabilities are multiplied by this before they are rounded, so that small ones keep their digits in f16, whose least normal number is 2^-14.
 // `prepare` adds its logarithm to `-lse`, and divides delta by it.
@@ -26,14 +26,14 @@ struct BackwardMemory {
     u8 d_scores[2][D_SCORE_BYTES];
     // Gradients of scores for the peer.
     u8 to_peer[D_SCORE_BYTES];
-    // A part of d_q, 16 bytes of a thread after those of the threads before it.
-    u8 d_q[PART_BYTES];
+    // A half of a tile of d_q: 16 bytes of each thread, then 16 further bytes of each.
+    u8 d_q[HALF_BYTES];
     // `-lse` in units of log2, and delta, of each row.
     float rows[STAGES][2][BLOCK_M];
     u64 kv_full;
     // Gradients of scores are there; they are read, here and by the peer, which has this block's other half.
     u64 d_scores_full, d_scores_empty, peer_empty;
-    // A part of d_q is there, its place is free, and the sum of the other units is in its place.
+    // A half of d_q is there, its place is free, and the sum of the other units is in its place.
     u64 d_q_full, d_q_empty, d_q_sum;
     u64 q_full[STAGES], d_out_full[STAGES], q_empty[STAGES], d_out_empty[STAGES];
 };

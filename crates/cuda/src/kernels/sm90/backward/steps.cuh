@@ -1,10 +1,10 @@
 // The work of a cluster, and the order in which clusters add to a tile of d_q.
 //
 // Clusters are launched in the order of their units. A unit takes its tiles from the last to the first. Units add to a tile in the order of
-// their keys, and a unit is launched after those of the same head with keys in front of its own: it waits for clusters that were launched before
-// it, which need nothing of it.
+// their keys, and the units of a head are launched in that order: a unit waits for clusters that were launched before it, which need nothing of
+// it.
 
-// What a unit needs of its sequence.
+// A unit and its sequence.
 struct Work {
     BackwardUnit unit;
     BackwardSequence sequence;
@@ -40,7 +40,7 @@ struct Step {
     // The query head.
     DEVICE u32 query_head(const BackwardParams& p, const Work& work) const { return work.unit.kv_head * p.group + head; }
 
-    // The number of the tile among those of all heads and sequences.
+    // The number of the tile among the tiles of all heads and sequences.
     DEVICE u64 index(const BackwardParams& p, const Work& work) const {
         return (u64)work.sequence.tiles_before * p.q_heads + query_head(p, work) * work.tiles + tile;
     }
