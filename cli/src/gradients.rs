@@ -51,7 +51,22 @@ impl<'a> Upstream<'a> {
             StoredDtype::F32 => Ok(floats(stored.bytes.get())),
             got => Err(archive.refuse(format_args!("tensor d_lse is {got:?}, expected F32"))),
         });
+        expected_apply(archive, operands)?;
         Ok(Self { d_out, d_lse: d_lse.transpose()? })
+    }
+}
+
+/// Refuses expected gradients of inputs that the file lacks: nothing would be compared with them.
+fn expected_apply(archive: &Archive<'_>, operands: &Operands<'_>) -> Result<()> {
+    let inputs = operands.inputs()?;
+    let lacking = [
+        ("d_sinks", inputs.sinks.is_none(), "sinks"),
+        ("d_bias", bias_shape(&inputs).is_none(), "an additive mask"),
+        ("d_alibi_slopes", inputs.alibi_slopes.is_none(), "alibi_slopes"),
+    ];
+    match lacking.into_iter().find(|&(name, lacks, _)| lacks && archive.has(name)) {
+        Some((name, _, input)) => Err(archive.refuse(format_args!("tensor {name} is there without {input}"))),
+        None => Ok(()),
     }
 }
 

@@ -128,6 +128,19 @@ fn masks_keep_the_shape_of_the_file() {
 }
 
 #[test]
+fn expected_gradients_of_absent_inputs_are_refused() {
+    for (name, input) in
+        [("d_sinks", "sinks"), ("d_bias", "an additive mask"), ("d_alibi_slopes", "alibi_slopes")]
+    {
+        let mut tensors = small();
+        tensors.insert(name.into(), Tensor::f32(&[2], &[1.0, 2.0]));
+        Folder::with(&tensors).refuse(&["--grad"], &format!("tensor {name} is there without {input}"));
+        // Without a backward pass they are answers that nothing reads.
+        Folder::with(&tensors).run(&[]);
+    }
+}
+
+#[test]
 fn a_line_for_the_backward_pass() {
     let mut tensors = everything(Dtype::F32);
     let folder = Folder::with(&tensors);
