@@ -105,7 +105,7 @@ fn run<S: GpuStorage>(
 /// The gradients of q, k and v from out, lse and d_out, on a GPU: without candle's additions, whose kernels the software device lacks.
 ///
 /// # Errors
-/// As `backward()` through [`attention`](crate::attention).
+/// The errors of `backward()` through [`attention`](crate::attention).
 #[cfg(metal_standin)]
 pub fn gradients_of(
     [q, k, v]: [&Tensor; 3],

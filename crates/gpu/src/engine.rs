@@ -319,7 +319,7 @@ impl<M: DeviceMemory> PreparedPortableBackward<M> {
     /// Launches the sums over rows alone: [`backward::run::run_sums`].
     ///
     /// # Errors
-    /// As [`PreparedPortableBackward::run`].
+    /// The errors of [`PreparedPortableBackward::run`].
     pub fn run_sums<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,

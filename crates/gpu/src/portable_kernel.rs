@@ -12,7 +12,7 @@ use flashtile_core::problem::Problem;
 /// where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PortableKernel {
-    /// As names of kernels begin: `cuda`.
+    /// The prefix of kernel names, such as `cuda`.
     backend: &'static str,
     variant: Variant,
     tile: PortableTile,

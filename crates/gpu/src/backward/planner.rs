@@ -12,7 +12,7 @@ use std::fmt;
 /// The name of its kernels is `{backend}-backward-{dtype}-d{head_dim}-portable`, with `x{value_dim}` where that differs.
 #[derive(Debug, Clone)]
 pub struct GpuBackwardPlan {
-    /// As names of kernels begin: `cuda`.
+    /// The prefix of kernel names, such as `cuda`.
     backend: &'static str,
     options: PlanOptions,
     plan: PortableBackwardPlan,
@@ -22,7 +22,7 @@ impl GpuBackwardPlan {
     /// Plans the backward pass of a problem for a device of a backend. Pure; cost `O(sequences)`.
     ///
     /// # Errors
-    /// As [`PortableBackwardPlan::new`].
+    /// The errors of [`PortableBackwardPlan::new`].
     pub fn new(
         backend: &'static str,
         problem: &Problem,

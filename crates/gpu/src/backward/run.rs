@@ -120,7 +120,16 @@ struct Run<'a, 'm, M> {
     in_chunks: bool,
 }
 
-impl<M> Run<'_, '_, M> {
+impl<'a, 'm, M: DeviceMemory> Run<'a, 'm, M> {
+    fn new(
+        plan: &'a PortableBackwardPlan,
+        inputs: &'a GpuBackwardInputs<'m, M>,
+        gradients: &GpuGradients<'_, M>,
+    ) -> Result<Self, Unsupported> {
+        let (attend, backward) = params(plan, inputs, gradients)?;
+        Ok(Self { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) })
+    }
+
     /// Returns true if there are query rows.
     fn has_rows(&self) -> bool {
         let dims = self.plan.problem().dims();
@@ -144,8 +153,7 @@ pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
     gradients: &mut GpuGradients<'_, M>,
     workspace: &mut BackwardWorkspace<M>,
 ) -> Result<(), SessionError<D::Error>> {
-    let (attend, backward) = params(plan, inputs, gradients)?;
-    let run = Run { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) };
+    let run = Run::new(plan, inputs, gradients)?;
     if run.has_rows() {
         launch_terms(device, &run, workspace)?;
         launch_q(device, &run, gradients, workspace)?;
@@ -159,7 +167,7 @@ pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
 /// `backward_q` writes, and their gradients must not be asked for here.
 ///
 /// # Errors
-/// As [`run`].
+/// The errors of [`run`].
 pub fn run_sums<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
     plan: &PortableBackwardPlan,
@@ -167,8 +175,7 @@ pub fn run_sums<M: DeviceMemory, D: Device<Memory = M>>(
     gradients: &mut GpuGradients<'_, M>,
     workspace: &mut BackwardWorkspace<M>,
 ) -> Result<(), SessionError<D::Error>> {
-    let (attend, backward) = params(plan, inputs, gradients)?;
-    let run = Run { plan, inputs, attend, backward, in_chunks: in_chunks(inputs) };
+    let run = Run::new(plan, inputs, gradients)?;
     if run.has_rows() {
         launch_terms(device, &run, workspace)?;
     }

@@ -77,10 +77,10 @@ pub(crate) struct Sm90Backward {
     pub(crate) dtype: Dtype,
     /// Head dimensions rounded up: 64 or 128.
     pub(crate) columns: usize,
-    /// In the order of their launch.
+    /// Units in launch order.
     pub(crate) units: Vec<BackwardUnit>,
     pub(crate) sequences: Vec<BackwardSequence>,
-    /// Of each tile of a head, sequence by sequence.
+    /// The units that add to each tile of a head, sequence by sequence.
     pub(crate) tile_units: Vec<BackwardTileUnits>,
     /// Tiles of all heads.
     pub(crate) tiles: usize,
