@@ -800,9 +800,14 @@ def instances():
     return test("instances", "-p", "flashtile-cuda", "-p", "flashtile-gpu", "--", "--ignored")
 
 
-@step("lengths", "codes of every number of keys, and non-finite keys by every tiling, simulated", full=True)
+@step("lengths", "codes of every number of keys, non-finite keys by every tiling, and the whole catalogue, simulated", full=True)
 def lengths():
     return test("lengths", "-p", "flashtile-kernel-cases", "--", "--ignored")
+
+
+@step("bits", "bits of the whole catalogue by every instruction set and plan", full=True)
+def bits():
+    return test("bits", "-p", "flashtile", "--test", "it", "invariance::", "--", "--ignored")
 
 
 @step("fuzz", "fuzz targets: types", full=True)

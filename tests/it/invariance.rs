@@ -43,10 +43,21 @@ fn other_plans(runner: CpuRunner, built: &CaseData) -> Vec<(usize, CpuRunner)> {
 
 #[test]
 fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory() {
+    bits_do_not_depend_on_plans(|n, runners| vec![runners[n % runners.len()]]);
+}
+
+#[test]
+#[ignore = "takes minutes: every case by every instruction set"]
+fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory_on_every_instruction_set() {
+    bits_do_not_depend_on_plans(|_, runners| runners);
+}
+
+/// `take` chooses the runners of a case by its number.
+fn bits_do_not_depend_on_plans(take: impl Fn(usize, Vec<CpuRunner>) -> Vec<CpuRunner> + Sync) {
     let pools = [1, 2, 3, 5].map(|threads| (threads, pool(threads)));
-    let same_bits = |case: &Case| {
+    let same_bits = |n: usize, case: &Case| {
         let built = build(case);
-        for runner in runners() {
+        for runner in take(n, runners()) {
             let want = answer(&built, &runner);
             for (threads, other) in other_plans(runner, &built) {
                 let (_, pool) = pools.iter().find(|(size, _)| *size == threads).unwrap();
@@ -62,8 +73,10 @@ fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory() {
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    same_bits(case);
+                loop {
+                    let n = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(case) = cases.get(n) else { break };
+                    same_bits(n, case);
                 }
             });
         }

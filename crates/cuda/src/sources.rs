@@ -620,7 +620,7 @@ mod tests {
         let mut options = PlanOptions::default();
         options.kernels = KernelChoice::Portable;
         let mut wanted: Vec<(Architecture, Program, usize)> = Vec::new();
-        // A program takes seconds: devices in turn have the first of each kernel, and of the others one in five.
+        // A program takes seconds: each device has the first of each kernel, and of the others one in ten.
         let (mut kernels, mut count) = (HashSet::new(), 0);
         for (device, facts) in [machines::T4, machines::H100].into_iter().enumerate() {
             let target = compiler.target(facts.capability);
@@ -646,7 +646,7 @@ mod tests {
                     if seen.insert(program.clone()) {
                         count += 1;
                         let first = kernels.insert((device, instance.kernel().name));
-                        if which == Devices::All || first || count % 5 == 0 {
+                        if which == Devices::All || first || count % 10 == 0 {
                             wanted.push((target.clone(), program, most));
                         }
                     }

@@ -36,23 +36,38 @@ fn run_all(cases: Vec<Case>, tile: impl Into<Tiling>) -> usize {
     passed
 }
 
+/// The catalogue, or the cases of it whose number leaves `part` when divided by two.
+fn elements(part: Option<usize>) -> Vec<Case> {
+    let numbered = catalogue().into_iter().enumerate();
+    numbered.filter(|(n, _)| part.is_none_or(|part| n % 2 == part)).map(|(_, case)| case).collect()
+}
+
 #[test]
 fn elements_agree_with_the_oracle() {
-    assert!(run_all(catalogue(), TILE) >= 429);
+    assert!(run_all(elements(Some(0)), TILE) >= 200);
 }
 
 #[test]
 fn codes_agree_with_the_oracle() {
-    // Cases of kept tokens take a launch for each storage: every third one keeps the test short. The CPU and GPUs run all of them.
-    let mut kept = 0;
+    // Cases of kept tokens take a launch for each storage: every sixth one keeps the test short, and of others every second one.
+    let mut counts = [0; 2];
     let cases = quantized().into_iter().filter(|case| {
-        kept += usize::from(case.desc.kept.is_some());
-        case.desc.kept.is_none() || kept % 3 == 0
+        let kept = usize::from(case.desc.kept.is_some());
+        counts[kept] += 1;
+        counts[kept] % [2, 6][kept] == 0
     });
-    assert!(run_all(cases.collect(), TILE) >= 90);
+    assert!(run_all(cases.collect(), TILE) >= 45);
 }
 
 #[test]
 fn elements_agree_with_the_oracle_by_prefill() {
-    assert!(run_all(catalogue(), PREFILL) >= 429);
+    assert!(run_all(elements(Some(1)), PREFILL) >= 200);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn every_case_agrees_with_the_oracle() {
+    assert!(run_all(elements(None), TILE) >= 429);
+    assert!(run_all(elements(None), PREFILL) >= 429);
+    assert!(run_all(quantized(), TILE) >= 120);
 }
