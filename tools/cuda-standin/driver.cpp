@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <sys/mman.h>
@@ -22,8 +23,8 @@ struct Index3 {
     u32 x, y, z;
 };
 
-struct TmaCopy {
-    u32 to, barrier;
+// Where a box that TMA copies is in a tensor (`RaggedRows`).
+struct TmaBox {
     int column, head, row, end;
 };
 
@@ -32,13 +33,17 @@ static void fail(const char* what) {
     _exit(97);
 }
 
-// ---- a block of threads: coroutines that run in turn
+// ---- a cluster of blocks: threads are coroutines that run in turn
+
+struct Block;
 
 struct Thread {
     void* stack_pointer;
     u32 index;
     u64 gathers;
     bool ended;
+    // Copies to device memory that have not ended.
+    u32 copies;
 };
 
 // Values that lanes hand each other: two gathers may overlap.
@@ -58,26 +63,36 @@ struct MBarrier {
     u64 phase;
 };
 
-// A box that has not arrived.
+// A copy that has not arrived.
 struct Flight {
-    TmaCopy copy;
-    u64 map[8];
+    std::function<void()> land;
     int rounds;
 };
 
 constexpr size_t STACK = 512 << 10, MAX_THREADS = 1024, SHARED = 256 << 10;
 constexpr int NAMED_BARRIERS = 16;
+constexpr u32 MAX_CLUSTER = 8, ADDRESS_BITS = 18;
+
+struct Block {
+    u8* shared;
+    Index3 index;
+    std::vector<Thread> threads;
+    Warp warps[MAX_THREADS / 32];
+    NamedBarrier named_barriers[NAMED_BARRIERS], cluster_barrier;
+    std::unordered_map<u32, MBarrier> mbarriers;
+};
 
 API u8* standin_shared;
 API Index3 standin_block, standin_block_dim, standin_grid;
+API u32 standin_cluster;
 u8* standin_shared;
 Index3 standin_block, standin_block_dim, standin_grid;
+u32 standin_cluster;
 
+static Block blocks[MAX_CLUSTER];
+static Block* block;
 static Thread* current;
 static void* scheduler;
-static Warp warps[MAX_THREADS / 32];
-static NamedBarrier named_barriers[NAMED_BARRIERS];
-static std::unordered_map<u32, MBarrier> mbarriers;
 static std::vector<Flight> flights;
 // Changes for which threads may wait: rounds without any are a deadlock.
 static u64 events;
@@ -112,7 +127,7 @@ API u32 standin_thread() { return current->index; }
 API void standin_yield() { standin_switch(&current->stack_pointer, scheduler); }
 
 API void standin_gather(u64 value, u64* all) {
-    Warp& warp = warps[current->index / 32];
+    Warp& warp = block->warps[current->index / 32];
     u64 gather = current->gathers++, half = gather % 2;
     warp.values[half][current->index % 32] = value;
     warp.arrivals[half]++;
@@ -121,8 +136,7 @@ API void standin_gather(u64 value, u64* all) {
     memcpy(all, warp.values[half], sizeof warp.values[half]);
 }
 
-API void standin_barrier(int index, int threads, int waits) {
-    NamedBarrier& barrier = named_barriers[index];
+static void arrive(NamedBarrier& barrier, int threads, int waits) {
     u64 phase = barrier.phase;
     events++;
     if (++barrier.arrivals == threads) {
@@ -134,17 +148,34 @@ API void standin_barrier(int index, int threads, int waits) {
     }
 }
 
+API void standin_barrier(int index, int threads, int waits) { arrive(block->named_barriers[index], threads, waits); }
+
 API int standin_barrier_any(int index, int threads, int x) {
-    named_barriers[index].any |= x;
+    block->named_barriers[index].any |= x;
     standin_barrier(index, threads, 1);
-    return named_barriers[index].result;
+    return block->named_barriers[index].result;
 }
 
-static MBarrier& mbarrier(u32 at) {
-    auto found = mbarriers.find(at);
-    if (found == mbarriers.end()) fail("an mbarrier is used that was not made");
-    return found->second;
-}
+API u32 standin_cluster_rank() { return block - blocks; }
+
+// All threads of the cluster arrive at the first block's.
+API void standin_cluster_barrier() { arrive(blocks[0].cluster_barrier, standin_cluster * standin_block_dim.x, 1); }
+
+// The place of an address in shared memory: of the block that runs, or of the one whose number it has.
+struct Place {
+    Block* block;
+    u32 at;
+
+    explicit Place(u32 address) : block(address >> ADDRESS_BITS ? &blocks[(address >> ADDRESS_BITS) - 1] : ::block), at(address % SHARED) {
+        if (block >= blocks + standin_cluster) fail("an address is of a block that the cluster does not have");
+    }
+    u8* memory() const { return block->shared + at; }
+    MBarrier& mbarrier() const {
+        auto found = block->mbarriers.find(at);
+        if (found == block->mbarriers.end()) fail("an mbarrier is used that was not made");
+        return found->second;
+    }
+};
 
 static void end_phase_if_complete(MBarrier& barrier) {
     events++;
@@ -153,48 +184,109 @@ static void end_phase_if_complete(MBarrier& barrier) {
     barrier.pending = barrier.arrivals;
 }
 
-API void standin_mbarrier_init(u32 at, u32 arrivals) { mbarriers[at] = {arrivals, arrivals, 0, 0}; }
+API void standin_mbarrier_init(u32 at, u32 arrivals) { block->mbarriers[at] = {arrivals, arrivals, 0, 0}; }
 
 API void standin_mbarrier_arrive(u32 at, u32 bytes) {
-    MBarrier& barrier = mbarrier(at);
+    MBarrier& barrier = Place(at).mbarrier();
     if (barrier.pending == 0) fail("more threads arrive at an mbarrier than it counts");
     barrier.bytes += bytes;
     barrier.pending--;
     end_phase_if_complete(barrier);
 }
 
-API int standin_mbarrier_ended(u32 at, u32 parity) { return (mbarrier(at).phase & 1) != parity; }
+API int standin_mbarrier_ended(u32 at, u32 parity) { return (Place(at).mbarrier().phase & 1) != parity; }
 
-// ---- TMA
+// ---- copies that arrive late, in any order
 
-// The words of a map of this library: what `RaggedRows` needs.
-enum { MAP_ADDRESS, MAP_COLUMNS, MAP_HEADS, MAP_HEAD_BYTES, MAP_ROW_BYTES, MAP_BOX_COLUMNS, MAP_BOX_HEADS, MAP_BOX_ROWS };
-constexpr int64_t RAGGED_ROWS = 1 << 30;
-
-API void standin_tma(TmaCopy copy, const u64* map) {
-    Flight flight = {copy, {}, rand() % 4};
-    memcpy(flight.map, map, sizeof flight.map);
-    flights.push_back(flight);
+static void fly(std::function<void()> land) {
+    flights.push_back({land, rand() % 4});
     events++;
 }
 
-static void land(const Flight& flight) {
-    const auto& [copy, map, rounds] = flight;
-    int64_t bytes = 0;
-    for (u64 n = 0; n < map[MAP_BOX_ROWS] * map[MAP_BOX_HEADS] * map[MAP_BOX_COLUMNS]; n++, bytes += 2) {
-        u64 column = n % map[MAP_BOX_COLUMNS], smem_row = n / map[MAP_BOX_COLUMNS];
-        u64 head = copy.head + smem_row % map[MAP_BOX_HEADS];
-        int64_t row = (int64_t)copy.row + smem_row / map[MAP_BOX_HEADS];
-        u64 from_column = copy.column + column;
-        u32 to = copy.to + smem_row * 128 + column * 2;
-        uint16_t x = 0;
-        if (row >= 0 && row < RAGGED_ROWS && head < map[MAP_HEADS] && from_column < map[MAP_COLUMNS])
-            memcpy(&x, (void*)(map[MAP_ADDRESS] + (row - RAGGED_ROWS + copy.end) * map[MAP_ROW_BYTES] + head * map[MAP_HEAD_BYTES] + from_column * 2), 2);
-        memcpy(standin_shared + (to ^ (to >> 7 & 7) << 4), &x, 2);
+static void count_bytes(const Place& barrier, int64_t bytes) {
+    barrier.mbarrier().bytes -= bytes;
+    end_phase_if_complete(barrier.mbarrier());
+}
+
+// The words of a map of this library: what `RaggedRows` needs.
+enum { MAP_ADDRESS, MAP_COLUMNS, MAP_HEADS, MAP_HEAD_BYTES, MAP_ROW_BYTES, MAP_BOX_COLUMNS, MAP_BOX_HEADS, MAP_BOX_ROWS, MAP_WORDS };
+constexpr int64_t RAGGED_ROWS = 1 << 30;
+
+struct Map {
+    u64 words[MAP_WORDS];
+
+    explicit Map(const u64* from) { memcpy(words, from, sizeof words); }
+
+    // Calls `copy` with the place of each element of a box, of 16 bits, in shared memory and in the tensor; the latter is null outside.
+    void each_element(u32 at, const TmaBox& box, const std::function<void(u32, void*)>& copy) const {
+        for (u64 n = 0; n < words[MAP_BOX_ROWS] * words[MAP_BOX_HEADS] * words[MAP_BOX_COLUMNS]; n++) {
+            u64 in_box = n % words[MAP_BOX_COLUMNS], smem_row = n / words[MAP_BOX_COLUMNS];
+            u64 head = box.head + smem_row % words[MAP_BOX_HEADS], column = box.column + in_box;
+            int64_t row = (int64_t)box.row + smem_row / words[MAP_BOX_HEADS];
+            u32 in_shared = at + smem_row * 128 + in_box * 2;
+            bool exists = row >= 0 && row < RAGGED_ROWS && head < words[MAP_HEADS] && column < words[MAP_COLUMNS];
+            u64 in_tensor = words[MAP_ADDRESS] + (row - RAGGED_ROWS + box.end) * words[MAP_ROW_BYTES] + head * words[MAP_HEAD_BYTES] + column * 2;
+            copy(in_shared ^ (in_shared >> 7 & 7) << 4, exists ? (void*)in_tensor : nullptr);
+        }
     }
-    MBarrier& barrier = mbarrier(copy.barrier);
-    barrier.bytes -= bytes;
-    end_phase_if_complete(barrier);
+
+    int64_t bytes() const { return 2 * words[MAP_BOX_ROWS] * words[MAP_BOX_HEADS] * words[MAP_BOX_COLUMNS]; }
+};
+
+static void land_box(Block* to_block, u32 to, u32 barrier, const TmaBox& box, const Map& map) {
+    map.each_element(to, box, [&](u32 in_shared, void* in_tensor) {
+        uint16_t x = 0;
+        if (in_tensor) memcpy(&x, in_tensor, 2);
+        memcpy(to_block->shared + in_shared, &x, 2);
+    });
+    Place counted(barrier);
+    counted.block = to_block;
+    count_bytes(counted, map.bytes());
+}
+
+API void standin_tma(u32 to, u32 barrier, TmaBox box, const u64* words, u32 count) {
+    Map map(words);
+    for (Block* each = count ? blocks : block; each <= (count ? blocks + count - 1 : block); each++)
+        fly([=] { land_box(each, to, barrier, box, map); });
+}
+
+// A copy to device memory, which the thread waits for.
+static void fly_out(std::function<void()> land) {
+    Thread* thread = current;
+    thread->copies++;
+    fly([=] { land(), thread->copies--, events++; });
+}
+
+API void standin_tma_store(u32 from, TmaBox box, const u64* words) {
+    Map map(words);
+    u8* shared = standin_shared;
+    fly_out([=] {
+        map.each_element(from, box, [&](u32 in_shared, void* in_tensor) {
+            if (in_tensor) memcpy(in_tensor, shared + in_shared, 2);
+        });
+    });
+}
+
+API void standin_copy_shared(u32 to, u32 from, u32 bytes, u32 barrier) {
+    Place source(from), target(to), counted(barrier);
+    fly([=] { memcpy(target.memory(), source.memory(), bytes), count_bytes(counted, bytes); });
+}
+
+API void standin_copy_in(u32 to, const void* from, u32 bytes, u32 barrier) {
+    Place target(to), counted(barrier);
+    fly([=] { memcpy(target.memory(), from, bytes), count_bytes(counted, bytes); });
+}
+
+API void standin_copy_out(void* to, u32 from, u32 bytes, int add) {
+    Place source(from);
+    fly_out([=] {
+        if (!add) memcpy(to, source.memory(), bytes);
+        for (u32 n = 0; add && n < bytes / 4; n++) ((float*)to)[n] += ((float*)source.memory())[n];
+    });
+}
+
+API void standin_wait_copies() {
+    while (current->copies) standin_yield();
 }
 
 static void land_some() {
@@ -203,9 +295,9 @@ static void land_some() {
             n++, events++;
             continue;
         }
-        Flight flight = flights[n];
+        std::function<void()> land = flights[n].land;
         flights.erase(flights.begin() + n);
-        land(flight);
+        land();
     }
 }
 
@@ -219,67 +311,80 @@ static void run_thread() {
 }
 
 static void report_deadlock() {
-    fprintf(stderr, "cuda-standin: threads of block %u wait forever\n", standin_block.x);
-    for (const auto& [at, barrier] : mbarriers)
-        fprintf(stderr, "  mbarrier %u: %u arrivals and %lld bytes missing, phase %llu\n", at, barrier.pending, (long long)barrier.bytes, barrier.phase);
-    for (int n = 0; n < NAMED_BARRIERS; n++)
-        if (named_barriers[n].arrivals) fprintf(stderr, "  named barrier %d: %d threads\n", n, named_barriers[n].arrivals);
+    for (u32 n = 0; n < standin_cluster; n++) {
+        fprintf(stderr, "cuda-standin: threads of block %u wait forever\n", blocks[n].index.x);
+        for (const auto& [at, barrier] : blocks[n].mbarriers)
+            fprintf(stderr, "  mbarrier %u: %u arrivals and %lld bytes missing, phase %llu\n", at, barrier.pending, (long long)barrier.bytes, barrier.phase);
+        for (int i = 0; i < NAMED_BARRIERS; i++)
+            if (blocks[n].named_barriers[i].arrivals) fprintf(stderr, "  named barrier %d: %d threads\n", i, blocks[n].named_barriers[i].arrivals);
+    }
     fail("deadlock");
 }
 
-static std::vector<Thread> start_threads(u32 count) {
-    static u8* stacks = (u8*)mmap(nullptr, STACK * MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    std::vector<Thread> threads(count);
-    for (u32 n = 0; n < count; n++) {
+static void start_block(u32 rank, Index3 index) {
+    static u8* stacks = (u8*)mmap(nullptr, STACK * MAX_THREADS * MAX_CLUSTER, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    Block& started = blocks[rank];
+    if (!started.shared) started.shared = (u8*)aligned_alloc(1024, SHARED);
+    memset(started.shared, 0xff, SHARED);
+    memset(started.warps, 0, sizeof started.warps);
+    memset(started.named_barriers, 0, sizeof started.named_barriers);
+    started.cluster_barrier = {};
+    started.mbarriers.clear();
+    started.index = index;
+    started.threads.resize(standin_block_dim.x);
+    for (u32 n = 0; n < standin_block_dim.x; n++) {
         // The first switch pops six registers and the address of `run_thread`.
-        u64* end = (u64*)(stacks + STACK * (n + 1));
+        u64* end = (u64*)(stacks + STACK * (rank * MAX_THREADS + n + 1));
         memset(end - 8, 0, 6 * 8);
         end[-2] = (u64)run_thread;
-        threads[n] = {end - 8, n, 0, false};
+        started.threads[n] = {end - 8, n, 0, false, 0};
     }
-    return threads;
 }
 
-static void run_block(u32 count) {
-    memset(warps, 0, sizeof warps);
-    memset(named_barriers, 0, sizeof named_barriers);
-    mbarriers.clear();
-    memset(standin_shared, 0xff, SHARED);
-    std::vector<Thread> threads = start_threads(count);
+static void run_cluster() {
     for (bool running = true; running;) {
         u64 before = events;
         running = false;
-        for (Thread& thread : threads) {
-            if (thread.ended) continue;
-            running = true;
-            current = &thread;
-            standin_switch(&scheduler, thread.stack_pointer);
+        for (u32 rank = 0; rank < standin_cluster; rank++) {
+            block = &blocks[rank];
+            standin_shared = block->shared, standin_block = block->index;
+            for (Thread& thread : block->threads) {
+                if (thread.ended) continue;
+                running = true;
+                current = &thread;
+                standin_switch(&scheduler, thread.stack_pointer);
+            }
         }
         land_some();
         if (running && events == before) report_deadlock();
     }
-    if (!flights.empty()) fail("a block ends before its copies by TMA");
+    if (!flights.empty()) fail("a block ends before its copies");
 }
 
-API int cuLaunchKernel(void* function, u32 grid_x, u32 grid_y, u32 grid_z, u32 threads, u32, u32, u32, void*, void** arguments, void**) {
+struct Function {
+    void (*entry)(void**);
+    u32 cluster;
+};
+
+API int cuLaunchKernel(Function* function, u32 grid_x, u32 grid_y, u32 grid_z, u32 threads, u32, u32, u32, void*, void** arguments, void**) {
     static std::mutex one_at_a_time;
     std::lock_guard<std::mutex> guard(one_at_a_time);
-    if (!standin_shared) standin_shared = (u8*)aligned_alloc(1024, SHARED);
-    kernel = (void (*)(void**))function;
+    kernel = function->entry;
     kernel_arguments = arguments;
-    standin_block_dim = {threads, 1, 1}, standin_grid = {grid_x, grid_y, grid_z};
+    standin_block_dim = {threads, 1, 1}, standin_grid = {grid_x, grid_y, grid_z}, standin_cluster = function->cluster;
+    if (grid_x % standin_cluster) fail("a grid is not of whole clusters");
     for (u32 z = 0; z < grid_z; z++)
         for (u32 y = 0; y < grid_y; y++)
-            for (u32 x = 0; x < grid_x; x++) {
-                standin_block = {x, y, z};
-                run_block(threads);
+            for (u32 x = 0; x < grid_x; x += standin_cluster) {
+                for (u32 rank = 0; rank < standin_cluster; rank++) start_block(rank, {x + rank, y, z});
+                run_cluster();
             }
     return 0;
 }
 
 API int cuTensorMapEncodeTiled(void* map, int, u32 rank, void* at, const u64* dims, const u64* strides, const u32* box, const u32*, int, int, int, int) {
     if (rank != 5 || dims[2] != RAGGED_ROWS || strides[2] != (2ull << 34) - strides[1] || strides[3] != strides[1]) fail("a map is not ragged");
-    u64 words[8] = {(u64)at, dims[0], dims[1], strides[0], strides[1], box[0], box[1], box[2]};
+    u64 words[MAP_WORDS] = {(u64)at, dims[0], dims[1], strides[0], strides[1], box[0], box[1], box[2]};
     memcpy(map, words, sizeof words);
     return 0;
 }
@@ -334,9 +439,11 @@ API int cuModuleLoadData(void** module, const void* image) {
     return *module ? 0 : 209;
 }
 API int cuModuleUnload(void*) { return 0; }
-API int cuModuleGetFunction(void** function, void* module, const char* name) {
-    *function = dlsym(module, (std::string("entry_") + name).c_str());
-    return *function ? 0 : 500;
+API int cuModuleGetFunction(Function** function, void* module, const char* name) {
+    void *entry = dlsym(module, (std::string("entry_") + name).c_str()), *cluster = dlsym(module, (std::string("cluster_of_") + name).c_str());
+    if (!entry || !cluster) return 500;
+    *function = new Function{(void (*)(void**))entry, *(u32*)cluster};
+    return 0;
 }
 API int cuFuncSetAttribute(void*, int, int) { return 0; }
 API int cuFuncGetAttribute(int* value, int, void*) { return *value = 64, 0; }
@@ -353,7 +460,7 @@ API int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = 8ull << 30, 0;
 API int cuDeviceGetAttribute(int* value, int attribute, int) {
     const char* multiprocessors = getenv("CUDA_STANDIN_MULTIPROCESSORS");
     // Attributes by their numbers in cuda.h.
-    static const std::unordered_map<int, int> attributes = {{1, 1024}, {8, 48 << 10}, {10, 32}, {12, 65536}, {38, 50 << 20}, {39, 2048}, {75, 9}, {76, 0}, {81, 228 << 10}, {82, 65536}, {97, 227 << 10}, {115, 0}};
+    static const std::unordered_map<int, int> attributes = {{1, 1024}, {5, 0x7fffffff}, {6, 65535}, {7, 65535}, {8, 48 << 10}, {10, 32}, {12, 65536}, {38, 50 << 20}, {39, 2048}, {75, 9}, {76, 0}, {81, 228 << 10}, {82, 65536}, {97, 227 << 10}, {115, 0}};
     auto found = attributes.find(attribute);
     *value = attribute == 16 ? (multiprocessors ? atoi(multiprocessors) : 4) : found == attributes.end() ? 1 : found->second;
     return 0;

@@ -11,10 +11,12 @@ DEVICE_FUNCTION = re.compile(r"^(template <[^\n]*>\n)?DEVICE [^\n;]*\{", re.MULT
 HIDES_A_VALUE = 'asm volatile("" : "+r"(x))'
 
 TMA_COPY = re.compile(r'asm volatile\("cp\.async\.bulk\.tensor\.5d.*?"memory"\);', re.DOTALL)
-TMA_CALL = "standin_tma({to, barrier, column, (int)head, rows + (i32)row, end}, map->words);"
+TMA_BOX = "{column, (int)head, rows + (i32)row, end}"
 
 DYNAMIC_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) u8 (\w+)\[\];")
-KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^\n]*?\))?\s+(\w+)\(const __grid_constant__ (\w+) ')
+KERNEL = re.compile(
+    r'extern "C" __global__ void(?: __cluster_dims__\((\d+), 1, 1\))?(?: __launch_bounds__\([^\n]*?\))?\s+(\w+)\(const __grid_constant__ (\w+) '
+)
 
 WGMMA = "template <Dtype T, int N>\nstruct Wgmma;\n"
 PRINTED_WGMMA = "template <>\nstruct Wgmma<"
@@ -38,6 +40,14 @@ def without_printed_products(source):
     return source.replace(WGMMA, '#include "wgmma.h"\n')
 
 
+def tma_call(copy):
+    """The function that does what a copy of a box does."""
+    if ".global.shared::cta" in copy[0]:
+        return f"standin_tma_store(from, {TMA_BOX}, map->words);"
+    blocks = "standin_cluster" if "multicast" in copy[0] else "0"
+    return f"standin_tma(to, barrier, {TMA_BOX}, map->words, {blocks});"
+
+
 def without_ptx(source):
     kept, done = [], 0
     for match in DEVICE_FUNCTION.finditer(source):
@@ -53,14 +63,15 @@ def without_ptx(source):
 
 def host_program(source):
     source = without_printed_products(source)
-    source = TMA_COPY.sub(lambda _: TMA_CALL, source)
+    source = TMA_COPY.sub(tma_call, source)
     source = without_ptx(source)
     source = DYNAMIC_SHARED.sub(r"u8* \1 = standin_shared;", source)
     # The project's types are declared; functions follow.
     types_end = source.index("\n", source.index("constexpr u32 ALL_LANES")) + 1
     source = f'#include "intrinsics.h"\n{source[:types_end]}#include "instructions.h"\n{source[types_end:]}'
-    for name, params in KERNEL.findall(source):
+    for cluster, name, params in KERNEL.findall(source):
         source += f'\nextern "C" void entry_{name}(void** arguments) {{ {name}(*(const {params}*)arguments[0]); }}\n'
+        source += f'extern "C" {{ u32 cluster_of_{name} = {cluster or 1}; }}\n'
     return source
 
 

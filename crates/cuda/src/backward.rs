@@ -6,14 +6,17 @@ use super::device::Cuda;
 use super::error::CudaError;
 use super::params::{BackwardParams, PrepareParams, Tensor};
 use super::sources::Source;
-use super::tma::{Boxes, RaggedMap};
+use super::tma::{Boxes, RaggedMap, TensorMap};
 use crate::plan::{CudaBackwardPlan, Sm90Backward};
 use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::alibi_stride;
+use flashtile_core::scoring::log2_factors;
 use flashtile_gpu::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use flashtile_gpu::engine::PreparedPortableBackward;
 use flashtile_gpu::tensors::{GpuTensor, GpuTensorMut};
 use flashtile_kernel::cuda::{Function, Gpu, Grid, Memory};
-use flashtile_kernel::{HostAccess, ScalarType};
+use flashtile_kernel::{HostAccess, ScalarType, View, ViewMut};
+use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
 /// Threads of a block of the kernels.
@@ -37,6 +40,8 @@ pub struct PreparedCudaBackward {
 #[derive(Debug)]
 struct Native {
     prepare: Arc<Function>,
+    sum_sinks: Arc<Function>,
+    sum_slopes: Arc<Function>,
     backward: Arc<Function>,
     scratch: Memory,
     /// True if the plan's lists have reached the device, as far as is known.
@@ -82,18 +87,12 @@ impl PreparedCudaBackward {
         inputs: &GpuBackwardInputs<'_, Memory>,
         gradients: &mut GpuGradients<'_, Memory>,
     ) -> Result<(), CudaError> {
-        let params = match (self.plan.native(), &mut self.native) {
-            (Some(plan), Some(native)) => native.params(gpu, &self.plan, plan, inputs, gradients)?,
-            _ => None,
-        };
-        let Some(params) = params else { return Ok(self.portable(gpu)?.run(gpu, inputs, gradients)?) };
-        if let (Some(plan), Some(native)) = (self.plan.native(), &mut self.native) {
-            native.launch(gpu, plan, &params)?;
+        if let (Some(plan), Some(native)) = (self.plan.native(), &mut self.native)
+            && let Some(params) = native.params(gpu, &self.plan, plan, inputs, gradients)?
+        {
+            return native.launch(gpu, plan, &params);
         }
-        if gradients.d_sinks.is_some() {
-            self.portable(gpu)?.run_sums(gpu, inputs, gradients)?;
-        }
-        Ok(())
+        Ok(self.portable(gpu)?.run(gpu, inputs, gradients)?)
     }
 
     /// Forgets what was written to the device, as it may not have arrived there.
@@ -117,6 +116,10 @@ impl Strided {
     }
 
     fn map(&self, box_rows: usize) -> Option<RaggedMap> {
+        // No tile of a tensor without elements is copied.
+        if self.shape.contains(&0) {
+            return Some(RaggedMap { map: TensorMap::default(), batch_rows: 0 });
+        }
         let ([batch, heads, rows, columns], Tensor { at, batch: batch_step, head, row }) =
             (self.shape, self.tensor);
         let steps = [batch_step, head, row];
@@ -178,9 +181,16 @@ impl Tensors {
 impl Native {
     fn new(cuda: &Cuda, gpu: &Gpu, plan: &Sm90Backward) -> Result<Self, CudaError> {
         let backward = cuda.function(Source::sm90_backward(plan), "backward", plan.shared_bytes())?;
-        let prepare = cuda.function(Source::sm90_backward_prepare(plan), "prepare", 0)?;
+        let rows = |name| cuda.function(Source::sm90_backward_prepare(plan), name, 0);
         let scratch = Memory::uninit(gpu.context(), ScalarType::U8, plan.regions().len.max(256))?;
-        Ok(Self { prepare, backward, scratch, is_written: false })
+        Ok(Self {
+            prepare: rows("prepare")?,
+            sum_sinks: rows("sum_sinks")?,
+            sum_slopes: rows("sum_slopes")?,
+            backward,
+            scratch,
+            is_written: false,
+        })
     }
 
     /// Copies the plan's lists to the device.
@@ -208,18 +218,39 @@ impl Native {
         gradients: &GpuGradients<'_, Memory>,
     ) -> Result<Option<PrepareParams>, CudaError> {
         let tensors = Tensors::new(gpu, plan.dtype, inputs, gradients)?;
-        let Some(backward) = self.backward_params(of, plan, &tensors) else { return Ok(None) };
+        let Some(mut backward) = self.backward_params(of, plan, &tensors) else { return Ok(None) };
         let list = |name, memory: &Memory, span| gpu.address("backward", name, memory, span);
+        let optional = |name, view: Option<View<'_, Memory>>| {
+            view.map_or(Ok(0), |view| list(name, view.memory(), view.span()))
+        };
         let dims = of.problem().dims();
+        backward.alibi_slopes = optional("alibi_slopes", inputs.alibi_slopes)?;
+        backward.alibi_stride =
+            alibi_stride(inputs.alibi_slopes.map_or(0, |list| list.len()), dims.q_heads) as u32;
+        let written = |name, view: &Option<ViewMut<'_, Memory>>| {
+            view.as_ref().map_or(Ok(0), |view| list(name, view.memory(), view.span()))
+        };
+        let d_alibi_slopes = written("d_alibi_slopes", &gradients.d_alibi_slopes)?;
+        let (scratch, regions) = (self.scratch.address(), plan.regions());
+        if d_alibi_slopes != 0 {
+            backward.distance_sums = scratch + regions.distance_sums as u64;
+        }
         Ok(Some(PrepareParams {
             backward,
             out: tensors.out.tensor,
             d_out: tensors.d_out.tensor,
             lse: list("lse", inputs.lse.memory(), inputs.lse.span())?,
-            d_lse: inputs.d_lse.map_or(Ok(0), |d_lse| list("d_lse", d_lse.memory(), d_lse.span()))?,
+            d_lse: optional("d_lse", inputs.d_lse)?,
+            sinks: optional("sinks", inputs.sinks)?,
+            d_sinks: written("d_sinks", &gradients.d_sinks)?,
+            d_alibi_slopes,
+            sink_terms: scratch + regions.sink_terms as u64,
+            shift_terms: scratch + regions.shift_terms as u64,
             q_len: dims.q_len as u32,
             value_dim: dims.value_dim as u32,
-            unused: [0; 10],
+            sequences: plan.sequences.len() as u32,
+            units: plan.units.len() as u32,
+            unused: [0; 14],
         }))
     }
 
@@ -237,7 +268,8 @@ impl Native {
         // Rows of out and d_q are accessed by 16 and 4 bytes: what TMA allows is enough.
         out.map(half).and(d_q.map(half))?;
         let (problem, regions, scratch) = (of.problem(), plan.regions(), self.scratch.address());
-        let (dims, scale) = (problem.dims(), problem.scale());
+        let (dims, desc, scale) = (problem.dims(), problem.desc(), problem.scale());
+        let factors = log2_factors(scale, desc.softcap);
         let at = |region: usize| scratch + region as u64;
         Some(BackwardParams {
             q: q.map,
@@ -254,8 +286,12 @@ impl Native {
             delta: at(regions.delta),
             turns: at(regions.turns),
             d_q_sums: at(regions.d_q_sums),
+            alibi_slopes: 0,
+            distance_sums: 0,
             scale,
-            scale_log2: scale * std::f32::consts::LOG2_E,
+            scale_log2: scale * LOG2_E,
+            softcap: factors.softcap.unwrap_or(0.0),
+            softcap_scale: 2.0 * LOG2_E * factors.scale,
             hidden: if scale < 0.0 { f32::INFINITY } else { f32::NEG_INFINITY },
             q_heads: dims.q_heads as u32,
             group: dims.gqa_group() as u32,
@@ -263,13 +299,16 @@ impl Native {
             heads_inner: u32::from(plan.heads_inner),
             left: plan.window[0],
             right: plan.window[1],
+            // A chunk that holds every position is as good as a longer one.
+            chunk: desc.visibility.chunk().map_or(1, |chunk| chunk.min(1 << 30) as i32),
+            alibi_stride: 0,
             q_batch_rows: q.batch_rows,
             k_batch_rows: k.batch_rows,
             v_batch_rows: v.batch_rows,
             d_out_batch_rows: d_out.batch_rows,
             d_k_batch_rows: d_k.batch_rows,
             d_v_batch_rows: d_v.batch_rows,
-            unused: [0; 11],
+            unused: [0; 3],
         })
     }
 
@@ -290,6 +329,18 @@ impl Native {
             let grid = Grid { blocks, threads: THREADS, shared: plan.shared_bytes() };
             // SAFETY: as above; maps describe the views, and units cover rows and keys of the problem alone.
             unsafe { self.backward.launch(stream, grid, &params.backward)? };
+        }
+        let sum = |function: &Function, lists: usize| {
+            let blocks = [params.backward.q_heads as usize, lists, 1];
+            let grid = Grid { blocks, threads: PREPARE_THREADS, shared: 0 };
+            // SAFETY: as above; the lists have an element for each block.
+            if blocks.contains(&0) { Ok(()) } else { unsafe { function.launch(stream, grid, params) } }
+        };
+        if params.d_sinks != 0 {
+            sum(&self.sum_sinks, 1)?;
+        }
+        if params.d_alibi_slopes != 0 {
+            sum(&self.sum_slopes, if params.backward.alibi_stride == 0 { 1 } else { plan.sequences.len() })?;
         }
         Ok(())
     }

@@ -151,11 +151,18 @@ device_struct! {
         /// The place of the unit whose turn it is to add to a tile.
         pub(super) turns: u64,
         pub(super) d_q_sums: u64,
+        /// 0 where there is no ALiBi.
+        pub(super) alibi_slopes: u64,
+        /// Sums of gradients of biases times distances, of each warp, head and unit: in scratch memory. 0 where no gradient of slopes is asked for.
+        pub(super) distance_sums: u64,
         /// Factor of `q . k`, without and with log2 e.
         pub(super) scale: f32,
         pub(super) scale_log2: f32,
         /// The score of a pair that is not seen, before it is scaled.
         pub(super) hidden: f32,
+        /// `softcap log2 e`, and the factor of `q . k` in the exponent of its tanh: `2 log2 e scale / softcap`.
+        pub(super) softcap: f32,
+        pub(super) softcap_scale: f32,
         pub(super) q_heads: u32,
         /// Query heads of a key/value head.
         pub(super) group: u32,
@@ -165,6 +172,10 @@ device_struct! {
         /// Keys to either side of a position that its window shows.
         pub(super) left: i32,
         pub(super) right: i32,
+        /// Keys of a chunk, of which a query sees its own.
+        pub(super) chunk: i32,
+        /// ALiBi slopes from one sequence to the next.
+        pub(super) alibi_stride: u32,
         /// Rows of a tensor from one batch entry to the next.
         pub(super) q_batch_rows: u32,
         pub(super) k_batch_rows: u32,
@@ -172,7 +183,7 @@ device_struct! {
         pub(super) d_out_batch_rows: u32,
         pub(super) d_k_batch_rows: u32,
         pub(super) d_v_batch_rows: u32,
-        pub(super) unused: [u32; 11],
+        pub(super) unused: [u32; 3],
     }
 }
 
@@ -186,10 +197,20 @@ device_struct! {
         pub(super) lse: u64,
         /// 0 where there is none.
         pub(super) d_lse: u64,
+        pub(super) sinks: u64,
+        /// 0 where no gradient of sinks is asked for.
+        pub(super) d_sinks: u64,
+        /// 0 where no gradient of slopes is asked for.
+        pub(super) d_alibi_slopes: u64,
+        /// Terms of the gradients of a head's sink and slope, by tiles: in scratch memory.
+        pub(super) sink_terms: u64,
+        pub(super) shift_terms: u64,
         /// Query rows of a batch entry, by which `lse` is indexed.
         pub(super) q_len: u32,
         pub(super) value_dim: u32,
-        pub(super) unused: [u32; 10],
+        pub(super) sequences: u32,
+        pub(super) units: u32,
+        pub(super) unused: [u32; 14],
     }
 }
 

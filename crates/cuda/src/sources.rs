@@ -9,7 +9,8 @@ use crate::params::{
 };
 use crate::plan::{
     BackwardSequence, BackwardTileUnits, BackwardUnit, CudaKernel, MASK_TILE_ROWS, MAX_RECOMPUTED,
-    MERGE_GROUP, NativeKernel, NativeTile, NativeVariant, Sm80Tile, Sm90Backward, Sm90Tile, WorkTile,
+    MERGE_GROUP, NativeKernel, NativeTile, NativeVariant, ScoreMod, Sm80Tile, Sm90Backward, Sm90Tile,
+    WorkTile,
 };
 use crate::tma::TensorMap;
 use crate::wgmma;
@@ -54,6 +55,9 @@ const SM90_BACKWARD_MEMORY: &str = include_str!("kernels/sm90/backward/memory.cu
 const SM90_BACKWARD_STEPS: &str = include_str!("kernels/sm90/backward/steps.cuh");
 const SM90_BACKWARD_COPIES: &str = include_str!("kernels/sm90/backward/copies.cuh");
 const SM90_BACKWARD_D_Q: &str = include_str!("kernels/sm90/backward/d_q.cuh");
+const SM90_BACKWARD_VISIBLE: &str = include_str!("kernels/sm90/backward/visible.cuh");
+const SM90_BACKWARD_LANES: &str = include_str!("kernels/sm90/backward/lanes.cuh");
+const SM90_BACKWARD_SCORES: &str = include_str!("kernels/sm90/backward/scores.cuh");
 const SM90_BACKWARD_KEYS: &str = include_str!("kernels/sm90/backward/keys.cuh");
 const SM90_BACKWARD: &str = include_str!("kernels/sm90/backward.cu");
 const SM90_BACKWARD_PREPARE: &str = include_str!("kernels/sm90/backward_prepare.cu");
@@ -105,10 +109,13 @@ impl Family {
                 SM90_BACKWARD_STEPS,
                 SM90_BACKWARD_COPIES,
                 SM90_BACKWARD_D_Q,
+                SM90_BACKWARD_VISIBLE,
+                SM90_BACKWARD_LANES,
+                SM90_BACKWARD_SCORES,
                 SM90_BACKWARD_KEYS,
                 SM90_BACKWARD,
             ],
-            Self::Sm90BackwardPrepare => vec![SM90_BACKWARD_PREPARE],
+            Self::Sm90BackwardPrepare => vec![SM90_BACKWARD_VISIBLE, SM90_BACKWARD_PREPARE],
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
@@ -272,8 +279,12 @@ impl Source {
     }
 
     fn backward_constants(plan: &Sm90Backward) -> String {
-        let Sm90Backward { dtype, columns, .. } = plan;
-        format!("constexpr Dtype DTYPE = {};\nconstexpr int COLUMNS = {columns};", dtype_name(*dtype))
+        let Sm90Backward { dtype, columns, score_mod: ScoreMod { softcap, alibi, chunks }, .. } = *plan;
+        let dtype = dtype_name(dtype);
+        format!(
+            "constexpr Dtype DTYPE = {dtype};\nconstexpr int COLUMNS = {columns};\n\
+             constexpr bool HAS_SOFTCAP = {softcap}, HAS_ALIBI = {alibi}, HAS_CHUNKS = {chunks};"
+        )
     }
 
     pub(super) fn mask_tiles() -> Self {
@@ -360,8 +371,28 @@ mod tests {
         all
     }
 
-    fn dims_of_training(dim: usize) -> Dims {
-        Dims { batch: 1, q_heads: 2, kv_heads: 1, q_len: 512, kv_len: 512, head_dim: dim, value_dim: dim }
+    /// Gradients of every type and head dimension, with each way to change scores.
+    fn problems_of_training() -> Vec<ProblemDesc> {
+        let mut all = Vec::new();
+        for (dtype, dim) in
+            [Dtype::BF16, Dtype::F16].into_iter().flat_map(|dtype| [(dtype, 64), (dtype, 128)])
+        {
+            let dims = Dims {
+                batch: 1,
+                q_heads: 2,
+                kv_heads: 1,
+                q_len: 512,
+                kv_len: 512,
+                head_dim: dim,
+                value_dim: dim,
+            };
+            let plain = ProblemDesc::new(dims, dtype);
+            let (mut softcap, mut alibi, mut chunks) = (plain.clone(), plain.clone(), plain.clone());
+            (softcap.softcap, alibi.alibi) = (Some(30.0), true);
+            chunks.visibility = Visibility::causal().chunked(100);
+            all.extend([plain, softcap, alibi, chunks]);
+        }
+        all
     }
 
     /// Which problems are compiled for which of several devices.
@@ -410,8 +441,11 @@ mod tests {
             }
             if facts.capability == (9, 0) && compiler.version().0 >= 12 {
                 add(Source::sm90_limits());
-                for (dtype, dim) in [(Dtype::BF16, 64), (Dtype::F16, 128)] {
-                    let desc = ProblemDesc::new(dims_of_training(dim), dtype);
+                for (n, desc) in problems_of_training().into_iter().enumerate() {
+                    // The compiler takes seconds for each: of one type and head dimension with each way to change scores.
+                    if which == Devices::InTurn && n % 5 != 0 {
+                        continue;
+                    }
                     let plan = Sm90Backward::new(&desc.validate().unwrap()).unwrap();
                     add(Source::sm90_backward(&plan));
                     add(Source::sm90_backward_prepare(&plan));

@@ -316,20 +316,6 @@ impl<M: DeviceMemory> PreparedPortableBackward<M> {
         &self.plan
     }
 
-    /// Launches the sums over rows alone: [`backward::run::run_sums`].
-    ///
-    /// # Errors
-    /// The errors of [`PreparedPortableBackward::run`].
-    pub fn run_sums<D: HostAccess<Memory = M>>(
-        &mut self,
-        device: &D,
-        inputs: &GpuBackwardInputs<'_, M>,
-        gradients: &mut GpuGradients<'_, M>,
-    ) -> Result<(), SessionError<D::Error>> {
-        self.write(device)?;
-        backward::run::run_sums(device, &self.plan, inputs, gradients, &mut self.workspace)
-    }
-
     /// Writes the numbers in the workspace, unless they are there.
     fn write<D: HostAccess<Memory = M>>(&mut self, device: &D) -> Result<(), SessionError<D::Error>> {
         if !self.is_written {

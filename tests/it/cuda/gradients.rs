@@ -27,6 +27,16 @@ fn large() -> Vec<Case> {
         case("negative_scale", [1, 2, 2, 300, 600, 64, 64], Dtype::BF16)
             .causal(QOffset::BottomRight)
             .scale(-0.2),
+        case("softcap", [1, 4, 2, 300, 900, 128, 128], Dtype::BF16)
+            .softcap(20.0)
+            .causal(QOffset::BottomRight),
+        case("saturated_softcap", [1, 2, 2, 300, 400, 64, 64], Dtype::F16).softcap(0.5),
+        case("alibi", [2, 4, 2, 500, 700, 128, 128], Dtype::F16).alibi().causal(QOffset::BottomRight),
+        case("alibi_far_from_the_keys", [1, 4, 4, 300, 500, 64, 64], Dtype::BF16)
+            .alibi()
+            .sinks()
+            .at(QOffset::At(2000)),
+        case("chunks", [1, 4, 2, 900, 900, 128, 128], Dtype::BF16).seeing(Visibility::causal().chunked(300)),
     ]
 }
 

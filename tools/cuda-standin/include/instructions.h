@@ -7,6 +7,7 @@ inline float exp2_approx(float x) {
     // Denormals are flushed.
     return fabsf(y) < 1.17549435e-38f ? 0.f : y;
 }
+inline float reciprocal_approx(float x) { return 1 / x; }
 inline u32 bf16_bits(float x) {
     u32 bits = __float_as_uint(x);
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
@@ -56,6 +57,11 @@ inline u32 ld_shared4(u32 from) {
     memcpy(&x, shared_at(from), 4);
     return x;
 }
+inline float2 ld_shared_pair(u32 from) {
+    float2 x;
+    memcpy(&x, shared_at(from), 8);
+    return x;
+}
 inline void cp_async16(u32 to, const void* from, u32 bytes) {
     memset(shared_at(to), 0, 16);
     if (bytes) memcpy(shared_at(to), from, bytes);
@@ -92,6 +98,26 @@ inline bool mbarrier_try_wait(u32 barrier, u32 parity) {
 inline bool mbarrier_test(u32 barrier, u32 parity) { return standin_mbarrier_ended(barrier, parity); }
 inline u32 num_blocks() { return gridDim.x; }
 
+// ---- clusters: an address of a block's shared memory has the block's number, counted from 1, above 18 bits
+
+inline u32 cluster_rank() { return standin_cluster_rank(); }
+inline void cluster_sync() { standin_cluster_barrier(); }
+inline u32 address_in(u32 at, u32 rank) { return (rank + 1) << 18 | at; }
+inline void mbarrier_arrive_in(u32 barrier, u32 rank) { standin_mbarrier_arrive(address_in(barrier, rank), 0); }
+inline void copy_to_block(u32 to, u32 from, u32 bytes, u32 barrier) { standin_copy_shared(to, from, bytes, barrier); }
+inline void copy_from_device(u32 to, const void* from, u32 bytes, u32 barrier) { standin_copy_in(to, from, bytes, barrier); }
+inline void copy_to_device(void* to, u32 from, u32 bytes) { standin_copy_out(to, from, bytes, 0); }
+inline void add_to_device(void* to, u32 from, u32 bytes) { standin_copy_out(to, from, bytes, 1); }
+inline void bulk_commit() {}
+inline void bulk_wait_read() { standin_wait_copies(); }
+inline void bulk_wait() { standin_wait_copies(); }
+inline u32 load_relaxed(const u32* at) {
+    standin_yield();
+    return *at;
+}
+inline void store_release(u32* at, u32 x) { *at = x; }
+inline void fence_async_proxy_of_all() {}
+
 template <int REGISTERS>
 inline void release_registers() {}
 template <int REGISTERS>
@@ -121,6 +147,12 @@ inline void ldmatrix_x4_trans(u32 (&x)[4], u32 from) {
     MatrixRows rows(from);
     u32 row = lane() % 4 * 2, column = lane() / 4;
     for (u32 i = 0; i < 4; i++) x[i] = rows.element(i, row, column) | (u32)rows.element(i, row + 1, column) << 16;
+}
+
+inline void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    MatrixRows rows(to);
+    const u32 x[4] = {a, b, c, d};
+    for (u32 i = 0; i < 4; i++) memcpy(shared_at((u32)rows.at[8 * i + lane() / 4] + lane() % 4 * 4), &x[i], 4);
 }
 
 // The two rows of a left operand, 16x16, that this lane's accumulators are for.

@@ -15,21 +15,24 @@ using std::isnan;
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __CUDA_ARCH__ 900
 
 struct Index3 {
     unsigned x, y, z;
 };
 
-// A box that TMA copies: where to, the barrier that counts it, and where from (`RaggedRows`).
-struct TmaCopy {
-    unsigned to, barrier;
+// Where a box that TMA copies is in a tensor (`RaggedRows`).
+struct TmaBox {
     int column, head, row, end;
 };
 
 extern "C" {
+// Of the block that runs.
 extern unsigned char* standin_shared;
 extern Index3 standin_block, standin_block_dim, standin_grid;
+// Blocks of a cluster.
+extern unsigned standin_cluster;
 unsigned standin_thread();
 void standin_yield();
 // Hands a value to the other lanes of the warp; `all` has the value of each.
@@ -39,7 +42,17 @@ int standin_barrier_any(int barrier, int threads, int x);
 void standin_mbarrier_init(unsigned at, unsigned arrivals);
 void standin_mbarrier_arrive(unsigned at, unsigned bytes);
 int standin_mbarrier_ended(unsigned at, unsigned parity);
-void standin_tma(TmaCopy copy, const unsigned long long* map);
+// Copies a box to this block, or to the same place of each of the first `blocks` of the cluster.
+void standin_tma(unsigned to, unsigned barrier, TmaBox box, const unsigned long long* map, unsigned blocks);
+void standin_tma_store(unsigned from, TmaBox box, const unsigned long long* map);
+unsigned standin_cluster_rank();
+void standin_cluster_barrier();
+// Copies from shared or device memory to shared memory of a block, and from shared memory to device memory, which it is added to as f32.
+void standin_copy_shared(unsigned to, unsigned from, unsigned bytes, unsigned barrier);
+void standin_copy_in(unsigned to, const void* from, unsigned bytes, unsigned barrier);
+void standin_copy_out(void* to, unsigned from, unsigned bytes, int add);
+// Waits for this thread's copies to device memory.
+void standin_wait_copies();
 }
 
 #define threadIdx (Index3{standin_thread(), 0, 0})
@@ -98,6 +111,10 @@ inline unsigned atomicCAS(unsigned* at, unsigned expected, unsigned x) {
     if (before == expected) *at = x;
     return before;
 }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline void __nanosleep(unsigned) {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

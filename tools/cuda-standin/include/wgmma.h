@@ -52,6 +52,14 @@ struct Wgmma {
 
     static void shared_mn_major(float (&c)[N / 2], u64 a, u64 b, bool accumulate) { multiply_shared<true>(c, a, b, accumulate); }
 
+    static void shared_both_mn_major(float (&c)[N / 2], u64 a, u64 b, bool accumulate) {
+        check(a);
+        float rows[2][16];
+        for (u32 half = 0; half < 2; half++)
+            for (u32 k = 0; k < 16; k++) rows[half][k] = mn_major(a, k, standin_thread() / 32 % 4 * 16 + standin_thread() % 32 / 4 + 8 * half);
+        multiply<true>(c, rows, b, accumulate);
+    }
+
     static void registers(float (&c)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {
         float rows[2][16];
         a_rows<T>(rows, {a0, a1, a2, a3});

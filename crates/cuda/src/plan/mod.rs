@@ -50,6 +50,6 @@ pub use portable::PortableTile;
 pub use sm80::Sm80Tile;
 pub use sm90::Sm90Tile;
 pub(crate) use sm90::WARPGROUP_ROWS;
-pub(crate) use sm90::{BackwardSequence, BackwardTileUnits, BackwardUnit, Sm90Backward};
+pub(crate) use sm90::{BackwardSequence, BackwardTileUnits, BackwardUnit, ScoreMod, Sm90Backward};
 pub(crate) use variant::NativeVariant;
 pub(crate) use work_tile::{MAX_RECOMPUTED, MERGE_GROUP, WorkTile};

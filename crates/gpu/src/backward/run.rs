@@ -163,25 +163,6 @@ pub fn run<M: DeviceMemory, D: Device<Memory = M>>(
     Ok(launch_sums(device, &run, gradients, workspace)?)
 }
 
-/// Launches the sums over rows alone, where other kernels have written the gradients of q, k and v: the gradients of sinks. ALiBi slopes need what
-/// `backward_q` writes, and their gradients must not be asked for here.
-///
-/// # Errors
-/// The errors of [`run`].
-pub fn run_sums<M: DeviceMemory, D: Device<Memory = M>>(
-    device: &D,
-    plan: &PortableBackwardPlan,
-    inputs: &GpuBackwardInputs<'_, M>,
-    gradients: &mut GpuGradients<'_, M>,
-    workspace: &mut BackwardWorkspace<M>,
-) -> Result<(), SessionError<D::Error>> {
-    let run = Run::new(plan, inputs, gradients)?;
-    if run.has_rows() {
-        launch_terms(device, &run, workspace)?;
-    }
-    Ok(launch_sums(device, &run, gradients, workspace)?)
-}
-
 fn launch_terms<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
     run: &Run<'_, '_, M>,

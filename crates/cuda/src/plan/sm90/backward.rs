@@ -14,6 +14,9 @@ use std::rc::Rc;
 /// Keys of a cluster.
 pub(crate) const CLUSTER_KEYS: usize = 256;
 
+/// Warps of a cluster that have keys.
+const UNIT_WARPS: usize = 16;
+
 /// Largest head dimension.
 const MAX_DIM: usize = 128;
 
@@ -71,10 +74,27 @@ device_struct! {
     }
 }
 
+/// What a kernel does to scores, besides scaling them and hiding those outside of a window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ScoreMod {
+    pub(crate) softcap: bool,
+    pub(crate) alibi: bool,
+    pub(crate) chunks: bool,
+}
+
+impl ScoreMod {
+    /// The end of a kernel's name.
+    fn suffix(self) -> String {
+        let named = [(self.softcap, "-softcap"), (self.alibi, "-alibi"), (self.chunks, "-chunks")];
+        named.into_iter().filter_map(|(has, name)| has.then_some(name)).collect()
+    }
+}
+
 /// The plan of a problem.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Sm90Backward {
     pub(crate) dtype: Dtype,
+    pub(crate) score_mod: ScoreMod,
     /// Head dimensions rounded up: 64 or 128.
     pub(crate) columns: usize,
     /// Units in launch order.
@@ -86,6 +106,8 @@ pub(crate) struct Sm90Backward {
     pub(crate) tiles: usize,
     /// Tiles of the longest sequence.
     pub(crate) most_tiles: usize,
+    /// Query heads of a key/value head.
+    pub(crate) gqa_group: usize,
     /// True if all heads of a GQA group take a tile before the next.
     pub(crate) heads_inner: bool,
     /// Keys to the left and to the right of a position that its window shows.
@@ -102,10 +124,7 @@ impl Sm90Backward {
         let furthest = |s: &Sequence| s.q_offset.unsigned_abs() as usize + s.q_len.max(s.kv_len);
         let reasons = [
             (problem.dtype() == Dtype::F32, "native backward kernels multiply f16 and bf16 only"),
-            (desc.softcap.is_some(), "native backward kernels have no softcap"),
-            (desc.alibi, "native backward kernels have no ALiBi"),
             (desc.mask.is_some() || desc.tree, "native backward kernels have no masks"),
-            (desc.visibility.chunk().is_some(), "native backward kernels have no attention chunks"),
             (
                 dims.head_dim.max(dims.value_dim) > MAX_DIM,
                 "native backward kernels have head dimensions up to 128 only",
@@ -132,13 +151,20 @@ impl Sm90Backward {
         let bound = |side: Option<usize>| side.map_or(NO_BOUND, |n| n.min(NO_BOUND as usize) as i32);
         let mut plan = Self {
             dtype: problem.dtype(),
+            score_mod: ScoreMod {
+                softcap: desc.softcap.is_some(),
+                alibi: desc.alibi,
+                chunks: desc.visibility.chunk().is_some(),
+            },
             columns,
             units: Vec::new(),
             sequences: Vec::new(),
             tile_units: Vec::new(),
             tiles: 0,
             most_tiles: 0,
-            heads_inner: !desc.visibility.is_full(),
+            gqa_group: dims.gqa_group(),
+            // Sums for gradients of slopes are of one head at a time.
+            heads_inner: !desc.visibility.is_full() && !desc.alibi,
             window: [bound(desc.visibility.left()), bound(desc.visibility.right())],
         };
         let mut heads = Vec::new();
@@ -158,10 +184,11 @@ impl Sm90Backward {
         Ok(plan)
     }
 
-    /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-wgmma{rows of a tile}x{keys of a cluster}`.
+    /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-wgmma{rows of a tile}x{keys of a cluster}`, and what it does to scores.
     pub(crate) fn kernel(&self) -> String {
-        let Self { dtype, columns, .. } = self;
-        format!("cuda-backward-{dtype}-d{columns}-wgmma{}x{CLUSTER_KEYS}", self.tile_rows())
+        let Self { dtype, columns, score_mod, .. } = self;
+        let suffix = score_mod.suffix();
+        format!("cuda-backward-{dtype}-d{columns}-wgmma{}x{CLUSTER_KEYS}{suffix}", self.tile_rows())
     }
 
     /// Bytes of shared memory of a block: keys and values and the peer's keys, two stages of queries and `d_out`, gradients of scores, half of a tile
@@ -182,7 +209,7 @@ impl Sm90Backward {
             len = (len + bytes).next_multiple_of(256);
             at
         };
-        let rows = 4 * self.tiles * self.tile_rows();
+        let (rows, alibi) = (4 * self.tiles * self.tile_rows(), self.score_mod.alibi);
         BackwardRegions {
             units: region(size_of_val(&*self.units)),
             sequences: region(size_of_val(&*self.sequences)),
@@ -191,6 +218,9 @@ impl Sm90Backward {
             delta: region(rows),
             turns: region(4 * self.tiles),
             d_q_sums: region(4 * TILE_ELEMENTS * self.tiles),
+            sink_terms: region(4 * self.tiles),
+            shift_terms: region(if alibi { 4 * self.tiles } else { 0 }),
+            distance_sums: region(if alibi { 4 * UNIT_WARPS * self.gqa_group * self.units.len() } else { 0 }),
             len: region(0),
         }
     }
@@ -282,6 +312,9 @@ pub(crate) struct BackwardRegions {
     pub(crate) delta: usize,
     pub(crate) turns: usize,
     pub(crate) d_q_sums: usize,
+    pub(crate) sink_terms: usize,
+    pub(crate) shift_terms: usize,
+    pub(crate) distance_sums: usize,
     pub(crate) len: usize,
 }
 

@@ -4,6 +4,8 @@ mod backward;
 mod kernel;
 mod tile;
 
-pub(crate) use backward::{BackwardSequence, BackwardTileUnits, BackwardUnit, CLUSTER_KEYS, Sm90Backward};
+pub(crate) use backward::{
+    BackwardSequence, BackwardTileUnits, BackwardUnit, CLUSTER_KEYS, ScoreMod, Sm90Backward,
+};
 pub use tile::Sm90Tile;
 pub(crate) use tile::WARPGROUP_ROWS;

@@ -38,6 +38,14 @@ DEVICE void copy_from_device(u32 to, const void* from, u32 bytes, u32 barrier) {
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Copies shared memory to device memory, and adds shared memory to f32 there, multiples of 16 bytes: in a group of copies.
+DEVICE void copy_to_device(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+DEVICE void add_to_device(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
 // Rows of a sequence that go to both blocks, and rows that are stored.
 struct ClusterRows : RaggedRows {
     DEVICE ClusterRows(u32 start, u32 length) : RaggedRows(start, length) {}
@@ -65,3 +73,18 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" :
 
 // Waits until this thread's copies have ended.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- turns in device memory
+
+// Reads a word without ordering, which would invalidate the first-level cache.
+DEVICE u32 load_relaxed(const u32* at) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+// Writes a word after this thread's earlier writes.
+DEVICE void store_release(u32* at, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
+
+// Orders this thread's accesses to any memory before copies that follow.
+DEVICE void fence_async_proxy_of_all() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -35,14 +35,12 @@ DEVICE void copy_tiles(const BackwardParams& p, const Work& work, BackwardMemory
     }
 }
 
-// Waits until a tile has all sums of the units before. Spins without ordering, which would invalidate the first-level cache each time, and orders
-// once: a fence of the whole device there costs 2 % of the kernel.
+// Waits until a tile has all sums of the units before. Spins without ordering, and orders once: a fence of the whole device there costs 2 % of
+// the kernel.
 DEVICE void wait_turn(const u32* turn, u32 place) {
-    u32 seen;
-    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-    while (seen != place);
+    while (load_relaxed(turn) != place) {}
     load_acquire(turn);
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_async_proxy_of_all();
 }
 
 // Adds tiles of d_q to memory, each when it is this unit's turn: the first unit stores, so that nothing has to be cleared. For the last it
@@ -66,10 +64,9 @@ DEVICE void add_tiles(const BackwardParams& p, const Work& work, BackwardMemory&
                 copy_from_device(staged, to, HALF_BYTES, sum);
                 mbarrier_wait(full, parity);
             } else if (turn.place == 0) {
-                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(staged), "r"(HALF_BYTES) : "memory");
+                copy_to_device(to, staged, HALF_BYTES);
             } else {
-                asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                             ::"l"(to), "r"(staged), "r"(HALF_BYTES) : "memory");
+                add_to_device(to, staged, HALF_BYTES);
             }
             bulk_commit();
             bulk_wait_read();
@@ -77,7 +74,7 @@ DEVICE void add_tiles(const BackwardParams& p, const Work& work, BackwardMemory&
         }
         if (!turn.is_last()) {
             bulk_wait();
-            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turns), "r"(turn.place + 1) : "memory");
+            store_release(turns, turn.place + 1);
         }
     }
     bulk_wait();

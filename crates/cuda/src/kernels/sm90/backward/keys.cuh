@@ -9,20 +9,6 @@
 //   S = K Q^T                        of the next tile
 //   P = exp(scale S - lse)
 
-// Registers of a lane's row 8 h of a tile of 64 keys, and column 8 j + n: [4 j + 2 h + n].
-constexpr int TILE_SCORES = BLOCK_M / 2, TILE_WORDS = BLOCK_M / 4;
-
-// Where keys and columns of a lane are.
-struct KeyLane {
-    u32 group, warp, lane;
-
-    DEVICE KeyLane() : group(uniform(threadIdx.x / WARPGROUP_THREADS)), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {}
-
-    // The lane's first key of the block, and its first column of a tile.
-    DEVICE u32 key() const { return group * 64 + 16 * warp + lane / 4; }
-    DEVICE u32 column() const { return 2 * (lane % 4); }
-};
-
 // c = a b^T over the columns of rows in shared memory.
 DEVICE void row_products(float (&c)[TILE_SCORES], u32 a, u32 b) {
     pin_registers(c);
@@ -77,28 +63,34 @@ DEVICE void hide_scores(float (&s)[TILE_SCORES], const BackwardParams& p, const 
     }
 }
 
-// PROB_SCALE exp(scale s - lse) of a tile, rounded.
-DEVICE void probabilities(u32 (&probs)[TILE_WORDS], const float (&s)[TILE_SCORES], float scale_log2, u32 neg_lse) {
+// PROB_SCALE exp2(scale s - lse) of a tile, rounded; lse is in units of log2.
+DEVICE void probabilities(u32 (&probs)[TILE_WORDS], const float (&s)[TILE_SCORES], float scale, u32 neg_lse) {
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 8; j++) {
         const float2 lse = ld_shared_pair(neg_lse + 32 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            probs[2 * j + h] = pack<DTYPE>(exp2_approx(fmaf(s[4 * j + 2 * h], scale_log2, lse.x)),
-                                           exp2_approx(fmaf(s[4 * j + 2 * h + 1], scale_log2, lse.y)));
+            probs[2 * j + h] = pack<DTYPE>(exp2_approx(fmaf(s[4 * j + 2 * h], scale, lse.x)),
+                                           exp2_approx(fmaf(s[4 * j + 2 * h + 1], scale, lse.y)));
     }
 }
 
-// P (dP - delta) of a tile, rounded. Probabilities have the factor PROB_SCALE, and deltas its inverse.
-DEVICE void score_gradients(u32 (&d_scores)[TILE_WORDS], const u32 (&probs)[TILE_WORDS], const float (&d_probs)[TILE_SCORES], u32 deltas) {
+// P (dP - delta) of a tile, times the factors that `d_scores` holds where there is a softcap, rounded. Probabilities have the factor PROB_SCALE, and
+// deltas its inverse. `add_bias(gradient, j, h, n)` gets each gradient of a bias.
+template <typename AddBias>
+DEVICE void score_gradients(u32 (&d_scores)[TILE_WORDS], const u32 (&probs)[TILE_WORDS], const float (&d_probs)[TILE_SCORES], u32 deltas,
+                            AddBias add_bias) {
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 8; j++) {
         const float2 delta = ld_shared_pair(deltas + 32 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 pair = probs[2 * j + h];
-            d_scores[2 * j + h] = pack<DTYPE>(unpack<DTYPE>(pair, 0) * fmaf(d_probs[4 * j + 2 * h], 1 / PROB_SCALE, -delta.x),
-                                              unpack<DTYPE>(pair, 1) * fmaf(d_probs[4 * j + 2 * h + 1], 1 / PROB_SCALE, -delta.y));
+            float x = unpack<DTYPE>(pair, 0) * fmaf(d_probs[4 * j + 2 * h], 1 / PROB_SCALE, -delta.x);
+            float y = unpack<DTYPE>(pair, 1) * fmaf(d_probs[4 * j + 2 * h + 1], 1 / PROB_SCALE, -delta.y);
+            add_bias(x, j, h, 0), add_bias(y, j, h, 1);
+            if (HAS_SOFTCAP) x *= unpack<BF16>(d_scores[2 * j + h], 0), y *= unpack<BF16>(d_scores[2 * j + h], 1);
+            d_scores[2 * j + h] = pack<DTYPE>(x, y);
         }
     }
 }
@@ -163,6 +155,15 @@ struct KeyGroup {
         __syncwarp();
     }
 
+    // Stores this warp's sum of gradients of a head's biases times distances, and begins the next head's.
+    DEVICE void store_distance_sum(u32 head, float& sum) const {
+        if (!p.distance_sums) return;
+        for (u32 step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        const u32 unit = blockIdx.x / CLUSTER, warp = rank * UNIT_WARPS / CLUSTER + at.group * 4 + at.warp;
+        if (at.lane == 0) ((float*)p.distance_sums)[(u64)(unit * p.group + head) * UNIT_WARPS + warp] = sum;
+        sum = 0;
+    }
+
     DEVICE void compute() {
         mbarrier_wait(shared_address(&memory.kv_full), 0);
         float s[TILE_SCORES];
@@ -171,9 +172,16 @@ struct KeyGroup {
         Step step(work);
         RingStage<STAGES> stage;
         u32 turn_parity = 1;
+        float distance_sum = 0;
+        auto add_bias = [&](float d_bias, int j, int h, int n) {
+            if (!HAS_ALIBI) return;
+            const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
+            distance_sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + at.key() + 8 * h), distance_sum);
+        };
         auto make_probs = [&](u32 slot) {
-            hide_scores(s, p, work, step.tile, first_key, at);
-            probabilities(probs, s, p.scale_log2, terms(slot, 0));
+            if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
+            else hide_scores(s, p, work, step.tile, first_key, at);
+            probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(slot, 0));
         };
         stage.wait_full(shared_address(memory.q_full));
         row_products(s, own(memory.k), shared_address(memory.q[0]));
@@ -188,7 +196,8 @@ struct KeyGroup {
             add_gradient(d_v, probs, shared_address(memory.d_out[slot]));
             wgmma_wait<1>();
             pin_registers(s);
-            score_gradients(d_scores, probs, s, terms(slot, 1));
+            score_gradients(d_scores, probs, s, terms(slot, 1), add_bias);
+            if (HAS_ALIBI && step.tile == work.unit.first_tile) store_distance_sum(step.head, distance_sum);
             // Also: the last copy from here has arrived.
             mbarrier_wait(shared_address(is_own ? &memory.d_scores_empty : &memory.peer_empty), turn_parity);
             give(d_scores, is_own);
