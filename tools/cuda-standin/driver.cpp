@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <dlfcn.h>
 #include <functional>
 #include <mutex>
@@ -37,6 +38,14 @@ static void fail(const char* what) {
 
 struct Block;
 
+// A copy by cp.async that the thread has not waited for, and its group.
+struct CpAsync {
+    u32 to;
+    const void* from;
+    u32 bytes;
+    u64 group;
+};
+
 struct Thread {
     void* stack_pointer;
     u32 index;
@@ -44,11 +53,15 @@ struct Thread {
     bool ended;
     // Copies to device memory that have not ended.
     u32 copies;
+    std::deque<CpAsync> cp_async;
+    u64 groups;
 };
 
 // Values that lanes hand each other: two gathers may overlap.
 struct Warp {
     u64 values[2][32], arrivals[2];
+    // Rounds that it does not run.
+    u32 waits;
 };
 
 struct NamedBarrier {
@@ -289,6 +302,21 @@ API void standin_wait_copies() {
     while (current->copies) standin_yield();
 }
 
+// cp.async is as late as it may be: a copy is done when the thread waits for its group.
+API void standin_cp_async(u32 to, const void* from, u32 bytes) { current->cp_async.push_back({to, from, bytes, current->groups}); }
+
+API void standin_cp_async_commit() { current->groups++; }
+
+API void standin_cp_async_wait(int pending) {
+    auto& copies = current->cp_async;
+    while (!copies.empty() && copies.front().group + pending < current->groups) {
+        const auto [to, from, bytes, group] = copies.front();
+        memset(block->shared + to, 0, 16);
+        if (bytes) memcpy(block->shared + to, from, bytes);
+        copies.pop_front();
+    }
+}
+
 static void land_some() {
     for (size_t n = 0; n < flights.size();) {
         if (flights[n].rounds-- > 0) {
@@ -337,7 +365,7 @@ static void start_block(u32 rank, Index3 index) {
         u64* end = (u64*)(stacks + STACK * (rank * MAX_THREADS + n + 1));
         memset(end - 8, 0, 6 * 8);
         end[-2] = (u64)run_thread;
-        started.threads[n] = {end - 8, n, 0, false, 0};
+        started.threads[n] = {end - 8, n, 0, false, 0, {}, 0};
     }
 }
 
@@ -345,18 +373,29 @@ static void run_cluster() {
     for (bool running = true; running;) {
         u64 before = events;
         running = false;
+        bool waited = false;
         for (u32 rank = 0; rank < standin_cluster; rank++) {
             block = &blocks[rank];
             standin_shared = block->shared, standin_block = block->index;
-            for (Thread& thread : block->threads) {
-                if (thread.ended) continue;
-                running = true;
-                current = &thread;
-                standin_switch(&scheduler, thread.stack_pointer);
+            for (size_t first = 0; first < block->threads.size(); first += 32) {
+                // Now and then a warp waits for many rounds, so that others run far ahead of it wherever no barrier holds them.
+                u32& rounds = block->warps[first / 32].waits;
+                if (rounds == 0 && rand() % 256 == 0) rounds = rand() % 128;
+                if (rounds > 0) {
+                    rounds--, waited = running = true;
+                    continue;
+                }
+                for (size_t n = first; n < block->threads.size() && n < first + 32; n++) {
+                    Thread& thread = block->threads[n];
+                    if (thread.ended) continue;
+                    running = true;
+                    current = &thread;
+                    standin_switch(&scheduler, thread.stack_pointer);
+                }
             }
         }
         land_some();
-        if (running && events == before) report_deadlock();
+        if (running && !waited && events == before) report_deadlock();
     }
     if (!flights.empty()) fail("a block ends before its copies");
 }

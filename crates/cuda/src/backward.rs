@@ -4,10 +4,10 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::params::{BackwardParams, PrepareParams, Tensor};
+use super::params::{BackwardParams, PrepareParams, Sm80BackwardParams, Sm90BackwardParams, Tensor};
 use super::sources::Source;
 use super::tma::{Boxes, RaggedMap, TensorMap};
-use crate::plan::{CudaBackwardPlan, Sm90Backward};
+use crate::plan::{CudaBackwardPlan, NativeBackward};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::alibi_stride;
 use flashtile_core::scoring::log2_factors;
@@ -20,10 +20,11 @@ use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
 /// Threads of a block of the kernels.
-const THREADS: usize = 512;
+const SM80_THREADS: usize = 256;
+const SM90_THREADS: usize = 512;
 const PREPARE_THREADS: usize = 256;
 
-/// Keys of a block, and rows of a store of `d_k` and `d_v`.
+/// Keys of a block, and rows of a store of `d_k` and `d_v`, on compute capability 9.0.
 const BLOCK_KEYS: usize = 128;
 const STORED_KEYS: usize = 64;
 
@@ -115,6 +116,14 @@ impl Strided {
         Self { tensor: Tensor { at, batch, head, row }, shape, dtype }
     }
 
+    /// True if every row starts on 16 bytes.
+    fn is_vector(&self) -> bool {
+        let Tensor { at, batch, head, row } = self.tensor;
+        // Steps along an axis of one index are never taken.
+        let steps = [batch, head, row].into_iter().zip(self.shape).filter(|&(_, len)| len > 1);
+        at.is_multiple_of(16) && steps.into_iter().all(|(step, _)| step % 16 == 0)
+    }
+
     fn map(&self, box_rows: usize) -> Option<RaggedMap> {
         // No tile of a tensor without elements is copied.
         if self.shape.contains(&0) {
@@ -178,28 +187,86 @@ impl Tensors {
     }
 }
 
+impl Tensors {
+    /// The parameters of the kernel for compute capability 9.0, where TMA can copy the tensors in tiles of twice `half` query rows.
+    fn sm90(&self, backward: BackwardParams, half: usize) -> Option<Sm90BackwardParams> {
+        let Self { q, k, v, out, d_out, d_q, d_k, d_v } = self;
+        let (q, d_out) = (q.map(half)?, d_out.map(half)?);
+        let (k, v) = (k.map(BLOCK_KEYS)?, v.map(BLOCK_KEYS)?);
+        let (d_k, d_v) = (d_k.map(STORED_KEYS)?, d_v.map(STORED_KEYS)?);
+        if !out.is_vector() || !d_q.is_vector() {
+            return None;
+        }
+        Some(Sm90BackwardParams {
+            q: q.map,
+            k: k.map,
+            v: v.map,
+            d_out: d_out.map,
+            d_k: d_k.map,
+            d_v: d_v.map,
+            backward,
+            q_batch_rows: q.batch_rows,
+            k_batch_rows: k.batch_rows,
+            v_batch_rows: v.batch_rows,
+            d_out_batch_rows: d_out.batch_rows,
+            d_k_batch_rows: d_k.batch_rows,
+            d_v_batch_rows: d_v.batch_rows,
+            unused: [0; 2],
+        })
+    }
+
+    /// The parameters of the kernel by `mma.sync`, where every row starts on 16 bytes.
+    fn sm80(&self, backward: BackwardParams, value_dim: usize) -> Option<Sm80BackwardParams> {
+        let Self { q, k, v, out, d_out, d_q, d_k, d_v } = self;
+        [q, k, v, out, d_out, d_q, d_k, d_v].iter().all(|tensor| tensor.is_vector()).then(|| {
+            Sm80BackwardParams {
+                backward,
+                q: q.tensor,
+                k: k.tensor,
+                v: v.tensor,
+                d_out: d_out.tensor,
+                d_k: d_k.tensor,
+                d_v: d_v.tensor,
+                value_dim: value_dim as u32,
+                unused: 0,
+            }
+        })
+    }
+}
+
+/// The parameters of the main kernel.
+enum MainParams {
+    Sm80(Sm80BackwardParams),
+    Sm90(Sm90BackwardParams),
+}
+
+/// The parameters of a run.
+struct Params {
+    prepare: PrepareParams,
+    main: MainParams,
+}
+
 impl Native {
-    fn new(cuda: &Cuda, gpu: &Gpu, plan: &Sm90Backward) -> Result<Self, CudaError> {
-        let backward = cuda.function(Source::sm90_backward(plan), "backward", plan.shared_bytes())?;
-        let rows = |name| cuda.function(Source::sm90_backward_prepare(plan), name, 0);
-        let scratch = Memory::uninit(gpu.context(), ScalarType::U8, plan.regions().len.max(256))?;
+    fn new(cuda: &Cuda, gpu: &Gpu, plan: &NativeBackward) -> Result<Self, CudaError> {
+        let rows = |name| cuda.function(Source::backward_prepare(plan), name, 0);
         Ok(Self {
             prepare: rows("prepare")?,
             sum_sinks: rows("sum_sinks")?,
             sum_slopes: rows("sum_slopes")?,
-            backward,
-            scratch,
+            backward: cuda.function(Source::backward(plan), "backward", plan.shared_bytes())?,
+            scratch: Memory::uninit(gpu.context(), ScalarType::U8, plan.schedule().regions().len.max(256))?,
             is_written: false,
         })
     }
 
     /// Copies the plan's lists to the device.
-    fn write(&mut self, gpu: &Gpu, plan: &Sm90Backward) -> Result<(), CudaError> {
-        let regions = plan.regions();
+    fn write(&mut self, gpu: &Gpu, plan: &NativeBackward) -> Result<(), CudaError> {
+        let schedule = plan.schedule();
+        let regions = schedule.regions();
         let lists = [
-            (regions.units, bytes_of(&plan.units)),
-            (regions.sequences, bytes_of(&plan.sequences)),
-            (regions.tile_units, bytes_of(&plan.tile_units)),
+            (regions.units, bytes_of(&schedule.units)),
+            (regions.sequences, bytes_of(&schedule.sequences)),
+            (regions.tile_units, bytes_of(&schedule.tile_units)),
         ];
         for (at, bytes) in lists.into_iter().filter(|(_, bytes)| !bytes.is_empty()) {
             gpu.write(&mut self.scratch, at, bytes)?;
@@ -208,34 +275,39 @@ impl Native {
         Ok(())
     }
 
-    /// The parameters of a run; `None` where the tensors do not allow TMA.
+    /// The parameters of a run; `None` where rows do not start on 16 bytes, or tensors do not allow TMA.
     fn params(
         &self,
         gpu: &Gpu,
         of: &CudaBackwardPlan,
-        plan: &Sm90Backward,
+        plan: &NativeBackward,
         inputs: &GpuBackwardInputs<'_, Memory>,
         gradients: &GpuGradients<'_, Memory>,
-    ) -> Result<Option<PrepareParams>, CudaError> {
-        let tensors = Tensors::new(gpu, plan.dtype, inputs, gradients)?;
-        let Some(mut backward) = self.backward_params(of, plan, &tensors) else { return Ok(None) };
+    ) -> Result<Option<Params>, CudaError> {
+        let tensors = Tensors::new(gpu, plan.dtype(), inputs, gradients)?;
         let list = |name, memory: &Memory, span| gpu.address("backward", name, memory, span);
         let optional = |name, view: Option<View<'_, Memory>>| {
             view.map_or(Ok(0), |view| list(name, view.memory(), view.span()))
         };
-        let dims = of.problem().dims();
-        backward.alibi_slopes = optional("alibi_slopes", inputs.alibi_slopes)?;
-        backward.alibi_stride =
-            alibi_stride(inputs.alibi_slopes.map_or(0, |list| list.len()), dims.q_heads) as u32;
         let written = |name, view: &Option<ViewMut<'_, Memory>>| {
             view.as_ref().map_or(Ok(0), |view| list(name, view.memory(), view.span()))
         };
+        let (schedule, dims) = (plan.schedule(), of.problem().dims());
+        let (scratch, regions) = (self.scratch.address(), schedule.regions());
+        let mut backward = self.backward_params(of, plan, &tensors);
+        backward.alibi_slopes = optional("alibi_slopes", inputs.alibi_slopes)?;
+        backward.alibi_stride =
+            alibi_stride(inputs.alibi_slopes.map_or(0, |list| list.len()), dims.q_heads) as u32;
         let d_alibi_slopes = written("d_alibi_slopes", &gradients.d_alibi_slopes)?;
-        let (scratch, regions) = (self.scratch.address(), plan.regions());
         if d_alibi_slopes != 0 {
             backward.distance_sums = scratch + regions.distance_sums as u64;
         }
-        Ok(Some(PrepareParams {
+        let main = match plan {
+            NativeBackward::Sm80(_) => tensors.sm80(backward, dims.value_dim).map(MainParams::Sm80),
+            NativeBackward::Sm90(_) => tensors.sm90(backward, schedule.shape.rows / 2).map(MainParams::Sm90),
+        };
+        let Some(main) = main else { return Ok(None) };
+        let prepare = PrepareParams {
             backward,
             out: tensors.out.tensor,
             d_out: tensors.d_out.tensor,
@@ -248,37 +320,25 @@ impl Native {
             shift_terms: scratch + regions.shift_terms as u64,
             q_len: dims.q_len as u32,
             value_dim: dims.value_dim as u32,
-            sequences: plan.sequences.len() as u32,
-            units: plan.units.len() as u32,
-            unused: [0; 14],
-        }))
+            sequences: schedule.sequences.len() as u32,
+            units: schedule.units.len() as u32,
+        };
+        Ok(Some(Params { prepare, main }))
     }
 
     fn backward_params(
         &self,
         of: &CudaBackwardPlan,
-        plan: &Sm90Backward,
+        plan: &NativeBackward,
         tensors: &Tensors,
-    ) -> Option<BackwardParams> {
-        let Tensors { q, k, v, out, d_out, d_q, d_k, d_v } = tensors;
-        let half = plan.tile_rows() / 2;
-        let (q, d_out) = (q.map(half)?, d_out.map(half)?);
-        let (k, v) = (k.map(BLOCK_KEYS)?, v.map(BLOCK_KEYS)?);
-        let (d_k, d_v) = (d_k.map(STORED_KEYS)?, d_v.map(STORED_KEYS)?);
-        // Rows of out and d_q are accessed by 16 and 4 bytes: what TMA allows is enough.
-        out.map(half).and(d_q.map(half))?;
-        let (problem, regions, scratch) = (of.problem(), plan.regions(), self.scratch.address());
+    ) -> BackwardParams {
+        let schedule = plan.schedule();
+        let (problem, regions, scratch) = (of.problem(), schedule.regions(), self.scratch.address());
         let (dims, desc, scale) = (problem.dims(), problem.desc(), problem.scale());
         let factors = log2_factors(scale, desc.softcap);
         let at = |region: usize| scratch + region as u64;
-        Some(BackwardParams {
-            q: q.map,
-            k: k.map,
-            v: v.map,
-            d_out: d_out.map,
-            d_k: d_k.map,
-            d_v: d_v.map,
-            d_q: d_q.tensor,
+        BackwardParams {
+            d_q: tensors.d_q.tensor,
             units: at(regions.units),
             sequences: at(regions.sequences),
             tile_units: at(regions.tile_units),
@@ -290,57 +350,55 @@ impl Native {
             distance_sums: 0,
             scale,
             scale_log2: scale * LOG2_E,
+            hidden: if scale < 0.0 { f32::INFINITY } else { f32::NEG_INFINITY },
             softcap: factors.softcap.unwrap_or(0.0),
             softcap_scale: 2.0 * LOG2_E * factors.scale,
-            hidden: if scale < 0.0 { f32::INFINITY } else { f32::NEG_INFINITY },
             q_heads: dims.q_heads as u32,
             group: dims.gqa_group() as u32,
             head_dim: dims.head_dim as u32,
-            heads_inner: u32::from(plan.heads_inner),
-            left: plan.window[0],
-            right: plan.window[1],
+            heads_inner: u32::from(schedule.heads_inner),
+            left: schedule.window[0],
+            right: schedule.window[1],
             // A chunk that holds every position is as good as a longer one.
             chunk: desc.visibility.chunk().map_or(1, |chunk| chunk.min(1 << 30) as i32),
             alibi_stride: 0,
-            q_batch_rows: q.batch_rows,
-            k_batch_rows: k.batch_rows,
-            v_batch_rows: v.batch_rows,
-            d_out_batch_rows: d_out.batch_rows,
-            d_k_batch_rows: d_k.batch_rows,
-            d_v_batch_rows: d_v.batch_rows,
-            unused: [0; 3],
-        })
+            unused: 0,
+        }
     }
 
-    fn launch(&mut self, gpu: &Gpu, plan: &Sm90Backward, params: &PrepareParams) -> Result<(), CudaError> {
+    fn launch(&mut self, gpu: &Gpu, plan: &NativeBackward, params: &Params) -> Result<(), CudaError> {
         if !self.is_written {
             self.write(gpu, plan)?;
         }
-        let stream = gpu.stream();
-        let blocks = [plan.most_tiles, params.backward.q_heads as usize, plan.sequences.len()];
-        if !blocks.contains(&0) {
+        let (stream, schedule, prepare) = (gpu.stream(), plan.schedule(), &params.prepare);
+        let heads = prepare.backward.q_heads as usize;
+        let rows = |function: &Function, blocks: [usize; 3]| {
             let grid = Grid { blocks, threads: PREPARE_THREADS, shared: 0 };
             // SAFETY: the parameters are the kernel's, whose size it asserts. Views lie inside of memory of the device, as `Gpu::address` has
-            // checked, and hold the shapes that were checked against the problem; the scratch memory has the plan's regions.
-            unsafe { self.prepare.launch(stream, grid, params)? };
-        }
-        if !plan.units.is_empty() {
-            let blocks = [2 * plan.units.len(), 1, 1];
-            let grid = Grid { blocks, threads: THREADS, shared: plan.shared_bytes() };
-            // SAFETY: as above; maps describe the views, and units cover rows and keys of the problem alone.
-            unsafe { self.backward.launch(stream, grid, &params.backward)? };
-        }
-        let sum = |function: &Function, lists: usize| {
-            let blocks = [params.backward.q_heads as usize, lists, 1];
-            let grid = Grid { blocks, threads: PREPARE_THREADS, shared: 0 };
-            // SAFETY: as above; the lists have an element for each block.
-            if blocks.contains(&0) { Ok(()) } else { unsafe { function.launch(stream, grid, params) } }
+            // checked, and hold the shapes that were checked against the problem; the scratch memory has the schedule's regions.
+            if blocks.contains(&0) { Ok(()) } else { unsafe { function.launch(stream, grid, prepare) } }
         };
-        if params.d_sinks != 0 {
-            sum(&self.sum_sinks, 1)?;
+        rows(&self.prepare, [schedule.most_tiles, heads, schedule.sequences.len()])?;
+        if !schedule.units.is_empty() {
+            let grid = |threads| Grid {
+                blocks: [plan.unit_blocks() * schedule.units.len(), 1, 1],
+                threads,
+                shared: plan.shared_bytes(),
+            };
+            // SAFETY: as above; maps describe the views, and units cover rows and keys of the problem alone.
+            unsafe {
+                match &params.main {
+                    MainParams::Sm80(params) => self.backward.launch(stream, grid(SM80_THREADS), params)?,
+                    MainParams::Sm90(params) => self.backward.launch(stream, grid(SM90_THREADS), params)?,
+                }
+            }
         }
-        if params.d_alibi_slopes != 0 {
-            sum(&self.sum_slopes, if params.backward.alibi_stride == 0 { 1 } else { plan.sequences.len() })?;
+        if prepare.d_sinks != 0 {
+            rows(&self.sum_sinks, [heads, 1, 1])?;
+        }
+        if prepare.d_alibi_slopes != 0 {
+            let per_sequence = prepare.backward.alibi_stride != 0;
+            rows(&self.sum_slopes, [heads, if per_sequence { schedule.sequences.len() } else { 1 }, 1])?;
         }
         Ok(())
     }

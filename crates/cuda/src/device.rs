@@ -98,6 +98,16 @@ impl Cuda {
         Ok(cuda)
     }
 
+    /// The same device with other facts for the planner: with fewer multiprocessors, or without `wgmma`, to measure one kernel beside another. Kernels
+    /// that the device cannot run are errors when they are loaded.
+    #[must_use]
+    pub fn with_facts(&self, change: impl FnOnce(&mut CudaFacts)) -> Self {
+        let mut facts = *self.facts();
+        change(&mut facts);
+        let (gpu, loaded) = (self.inner.gpu.clone(), Mutex::new(HashMap::new()));
+        Self { inner: Arc::new(Inner { gpu, facts, loaded }) }
+    }
+
     /// The device's own name.
     #[must_use]
     pub fn name(&self) -> &str {

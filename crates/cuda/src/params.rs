@@ -132,15 +132,9 @@ device_struct! {
 }
 
 device_struct! {
-    /// Parameters of the backward pass. All addresses but `d_q.at` are in scratch memory.
+    /// Parameters of the backward pass on any device. All addresses but `d_q.at` and `alibi_slopes` are in scratch memory.
     #[derive(Debug, Clone, Copy, Default)]
     pub(super) struct BackwardParams {
-        pub(super) q: TensorMap,
-        pub(super) k: TensorMap,
-        pub(super) v: TensorMap,
-        pub(super) d_out: TensorMap,
-        pub(super) d_k: TensorMap,
-        pub(super) d_v: TensorMap,
         pub(super) d_q: Tensor,
         pub(super) units: u64,
         pub(super) sequences: u64,
@@ -153,7 +147,7 @@ device_struct! {
         pub(super) d_q_sums: u64,
         /// 0 where there is no ALiBi.
         pub(super) alibi_slopes: u64,
-        /// Sums of gradients of biases times distances, of each warp, head and unit: in scratch memory. 0 where no gradient of slopes is asked for.
+        /// Sums of gradients of biases times distances, of each warp, head and unit. 0 where no gradient of slopes is asked for.
         pub(super) distance_sums: u64,
         /// Factor of `q . k`, without and with log2 e.
         pub(super) scale: f32,
@@ -176,6 +170,21 @@ device_struct! {
         pub(super) chunk: i32,
         /// ALiBi slopes from one sequence to the next.
         pub(super) alibi_stride: u32,
+        pub(super) unused: u32,
+    }
+}
+
+device_struct! {
+    /// Parameters of the backward pass on compute capability 9.0.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct Sm90BackwardParams {
+        pub(super) q: TensorMap,
+        pub(super) k: TensorMap,
+        pub(super) v: TensorMap,
+        pub(super) d_out: TensorMap,
+        pub(super) d_k: TensorMap,
+        pub(super) d_v: TensorMap,
+        pub(super) backward: BackwardParams,
         /// Rows of a tensor from one batch entry to the next.
         pub(super) q_batch_rows: u32,
         pub(super) k_batch_rows: u32,
@@ -183,7 +192,23 @@ device_struct! {
         pub(super) d_out_batch_rows: u32,
         pub(super) d_k_batch_rows: u32,
         pub(super) d_v_batch_rows: u32,
-        pub(super) unused: [u32; 3],
+        pub(super) unused: [u32; 2],
+    }
+}
+
+device_struct! {
+    /// Parameters of the backward pass by `mma.sync`.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct Sm80BackwardParams {
+        pub(super) backward: BackwardParams,
+        pub(super) q: Tensor,
+        pub(super) k: Tensor,
+        pub(super) v: Tensor,
+        pub(super) d_out: Tensor,
+        pub(super) d_k: Tensor,
+        pub(super) d_v: Tensor,
+        pub(super) value_dim: u32,
+        pub(super) unused: u32,
     }
 }
 
@@ -210,7 +235,6 @@ device_struct! {
         pub(super) value_dim: u32,
         pub(super) sequences: u32,
         pub(super) units: u32,
-        pub(super) unused: [u32; 14],
     }
 }
 

@@ -5,12 +5,12 @@
 
 use crate::params::{
     BackwardParams, Divisor, ForwardParams, MaskTileParams, PrefillParams, PrepareParams, ProductParams,
-    ReadParams, Tensor, dtype_name,
+    ReadParams, Sm80BackwardParams, Sm90BackwardParams, Tensor, dtype_name,
 };
 use crate::plan::{
     BackwardSequence, BackwardTileUnits, BackwardUnit, CudaKernel, MASK_TILE_ROWS, MAX_RECOMPUTED,
-    MERGE_GROUP, NativeKernel, NativeTile, NativeVariant, ScoreMod, Sm80Tile, Sm90Backward, Sm90Tile,
-    WorkTile,
+    MERGE_GROUP, NativeBackward, NativeKernel, NativeTile, NativeVariant, ScoreMod, Sm80Tile, Sm90Tile,
+    UnitShape, WorkTile,
 };
 use crate::tma::TensorMap;
 use crate::wgmma;
@@ -52,15 +52,16 @@ const SM90_PREFILL_F32: &str = include_str!("kernels/sm90/prefill_f32.cu");
 const SM90_LIMITS: &str = include_str!("kernels/sm90/limits.cu");
 const SM90_CLUSTER: &str = include_str!("kernels/sm90/backward/cluster.cuh");
 const SM90_BACKWARD_MEMORY: &str = include_str!("kernels/sm90/backward/memory.cuh");
-const SM90_BACKWARD_STEPS: &str = include_str!("kernels/sm90/backward/steps.cuh");
+const BACKWARD_STEPS: &str = include_str!("kernels/backward/steps.cuh");
 const SM90_BACKWARD_COPIES: &str = include_str!("kernels/sm90/backward/copies.cuh");
 const SM90_BACKWARD_D_Q: &str = include_str!("kernels/sm90/backward/d_q.cuh");
-const SM90_BACKWARD_VISIBLE: &str = include_str!("kernels/sm90/backward/visible.cuh");
-const SM90_BACKWARD_LANES: &str = include_str!("kernels/sm90/backward/lanes.cuh");
-const SM90_BACKWARD_SCORES: &str = include_str!("kernels/sm90/backward/scores.cuh");
+const BACKWARD_VISIBLE: &str = include_str!("kernels/backward/visible.cuh");
+const BACKWARD_LANES: &str = include_str!("kernels/backward/lanes.cuh");
+const BACKWARD_SCORES: &str = include_str!("kernels/backward/scores.cuh");
 const SM90_BACKWARD_KEYS: &str = include_str!("kernels/sm90/backward/keys.cuh");
+const SM80_BACKWARD: &str = include_str!("kernels/sm80/backward.cu");
 const SM90_BACKWARD: &str = include_str!("kernels/sm90/backward.cu");
-const SM90_BACKWARD_PREPARE: &str = include_str!("kernels/sm90/backward_prepare.cu");
+const BACKWARD_PREPARE: &str = include_str!("kernels/backward/prepare.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
@@ -72,8 +73,9 @@ enum Family {
     Sm90Prefill,
     Sm90PrefillWide,
     Sm90PrefillF32,
+    Sm80Backward,
     Sm90Backward,
-    Sm90BackwardPrepare,
+    BackwardPrepare,
     MaskTiles,
     Limits,
     Sm90Limits,
@@ -99,6 +101,17 @@ impl Family {
             Self::Sm90Prefill => sm90(SM90_PREFILL),
             Self::Sm90PrefillWide => sm90(SM90_PREFILL_WIDE),
             Self::Sm90PrefillF32 => sm90(SM90_PREFILL_F32),
+            Self::Sm80Backward => {
+                vec![
+                    COPY,
+                    MMA,
+                    BACKWARD_STEPS,
+                    BACKWARD_VISIBLE,
+                    BACKWARD_LANES,
+                    BACKWARD_SCORES,
+                    SM80_BACKWARD,
+                ]
+            }
             Self::Sm90Backward => vec![
                 COPY,
                 WGMMA,
@@ -106,16 +119,16 @@ impl Family {
                 TMA,
                 SM90_CLUSTER,
                 SM90_BACKWARD_MEMORY,
-                SM90_BACKWARD_STEPS,
+                BACKWARD_STEPS,
+                BACKWARD_VISIBLE,
+                BACKWARD_LANES,
+                BACKWARD_SCORES,
                 SM90_BACKWARD_COPIES,
                 SM90_BACKWARD_D_Q,
-                SM90_BACKWARD_VISIBLE,
-                SM90_BACKWARD_LANES,
-                SM90_BACKWARD_SCORES,
                 SM90_BACKWARD_KEYS,
                 SM90_BACKWARD,
             ],
-            Self::Sm90BackwardPrepare => vec![SM90_BACKWARD_VISIBLE, SM90_BACKWARD_PREPARE],
+            Self::BackwardPrepare => vec![BACKWARD_VISIBLE, BACKWARD_PREPARE],
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],
@@ -139,14 +152,18 @@ impl Family {
                 ForwardParams::device_source(),
                 PrefillParams::device_source(),
             ],
-            Self::Sm90Backward | Self::Sm90BackwardPrepare => vec![
+            Self::Sm80Backward | Self::Sm90Backward | Self::BackwardPrepare => vec![
                 TensorMap::device_source(),
                 Tensor::device_source(),
                 BackwardUnit::device_source(),
                 BackwardSequence::device_source(),
                 BackwardTileUnits::device_source(),
                 BackwardParams::device_source(),
-                PrepareParams::device_source(),
+                match self {
+                    Self::Sm80Backward => Sm80BackwardParams::device_source(),
+                    Self::Sm90Backward => Sm90BackwardParams::device_source(),
+                    _ => PrepareParams::device_source(),
+                },
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
@@ -261,29 +278,45 @@ impl Source {
     }
 
     /// The backward pass of a plan.
-    pub(super) fn sm90_backward(plan: &Sm90Backward) -> Self {
-        let constants = [
-            Self::backward_constants(plan),
-            format!("constexpr int SHARED_BYTES = {};", plan.shared_bytes()),
-            wgmma::sources(&[64, 128]),
-        ];
-        Self { name: plan.kernel(), family: Family::Sm90Backward, constants: constants.join("\n") }
+    pub(super) fn backward(plan: &NativeBackward) -> Self {
+        let UnitShape { columns, .. } = plan.schedule().shape;
+        let shared = format!("constexpr int SHARED_BYTES = {};", plan.shared_bytes());
+        let (family, more) = match plan {
+            NativeBackward::Sm80(plan) => {
+                let dims = format!("constexpr int HEAD_DIM = {columns}, VALUE_DIM = {};", plan.value_dim);
+                (Family::Sm80Backward, dims)
+            }
+            NativeBackward::Sm90(_) => {
+                let products = wgmma::sources(&[64, 128]);
+                (Family::Sm90Backward, format!("constexpr int COLUMNS = {columns};\n{products}"))
+            }
+        };
+        let constants = [Self::backward_constants(plan), shared, more];
+        Self { name: plan.kernel(), family, constants: constants.join("\n") }
     }
 
-    /// The terms of query rows that [`Source::sm90_backward`] reads.
-    pub(super) fn sm90_backward_prepare(plan: &Sm90Backward) -> Self {
-        let rows = format!("constexpr u32 BLOCK_M = {};", plan.tile_rows());
-        let constants = [Self::backward_constants(plan), rows];
+    /// The terms of query rows that [`Source::backward`] reads, and sums over rows.
+    pub(super) fn backward_prepare(plan: &NativeBackward) -> Self {
+        // Of the wider of q and out.
+        let columns = match plan {
+            NativeBackward::Sm80(plan) => plan.schedule.shape.columns.max(plan.value_dim),
+            NativeBackward::Sm90(plan) => plan.schedule.shape.columns,
+        };
+        let constants = [Self::backward_constants(plan), format!("constexpr int COLUMNS = {columns};")];
         let name = format!("{}-prepare", plan.kernel());
-        Self { name, family: Family::Sm90BackwardPrepare, constants: constants.join("\n") }
+        Self { name, family: Family::BackwardPrepare, constants: constants.join("\n") }
     }
 
-    fn backward_constants(plan: &Sm90Backward) -> String {
-        let Sm90Backward { dtype, columns, score_mod: ScoreMod { softcap, alibi, chunks }, .. } = *plan;
-        let dtype = dtype_name(dtype);
+    fn backward_constants(plan: &NativeBackward) -> String {
+        let schedule = plan.schedule();
+        let (UnitShape { keys, rows, .. }, ScoreMod { softcap, alibi, chunks }) =
+            (schedule.shape, schedule.score_mod);
+        let (dtype, blocks) = (dtype_name(plan.dtype()), plan.unit_blocks());
         format!(
-            "constexpr Dtype DTYPE = {dtype};\nconstexpr int COLUMNS = {columns};\n\
-             constexpr bool HAS_SOFTCAP = {softcap}, HAS_ALIBI = {alibi}, HAS_CHUNKS = {chunks};"
+            "constexpr Dtype DTYPE = {dtype};\n\
+             constexpr int BLOCK_M = {rows}, BLOCK_N = {}, UNIT_BLOCKS = {blocks};\n\
+             constexpr bool HAS_SOFTCAP = {softcap}, HAS_ALIBI = {alibi}, HAS_CHUNKS = {chunks};",
+            keys / blocks
         )
     }
 
@@ -316,7 +349,7 @@ impl Source {
 #[allow(clippy::print_stdout, reason = "a test that does not run says so")]
 mod tests {
     use super::*;
-    use crate::plan::{CudaPlan, machines};
+    use crate::plan::{CudaBackwardPlan, CudaPlan, machines};
     use flashtile_core::codec::Codec;
     use flashtile_core::dtype::MaskKind;
     use flashtile_core::plan::{KernelChoice, PlanOptions};
@@ -439,17 +472,21 @@ mod tests {
             for source in [Source::mask_tiles(), Source::limits()] {
                 add(source);
             }
-            if facts.capability == (9, 0) && compiler.version().0 >= 12 {
+            let has_wgmma = facts.capability == (9, 0) && compiler.version().0 >= 12;
+            if has_wgmma {
                 add(Source::sm90_limits());
-                for (n, desc) in problems_of_training().into_iter().enumerate() {
-                    // The compiler takes seconds for each: of one type and head dimension with each way to change scores.
-                    if which == Devices::InTurn && n % 5 != 0 {
-                        continue;
-                    }
-                    let plan = Sm90Backward::new(&desc.validate().unwrap()).unwrap();
-                    add(Source::sm90_backward(&plan));
-                    add(Source::sm90_backward_prepare(&plan));
+            }
+            for (n, desc) in problems_of_training().into_iter().enumerate() {
+                // The compiler takes seconds for each: of one type and head dimension with each way to change scores, half of them by mma.sync.
+                let is_taken = n % 5 == 0 && (facts.wgmma || n / 5 % 2 != device);
+                if facts.wgmma && !has_wgmma || which == Devices::InTurn && !is_taken {
+                    continue;
                 }
+                let plan = CudaBackwardPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default());
+                let plan = plan.unwrap();
+                let native = plan.native().unwrap();
+                add(Source::backward(native));
+                add(Source::backward_prepare(native));
             }
         }
         println!("{} programs", wanted.len());
@@ -466,8 +503,10 @@ mod tests {
     /// A message if a backward kernel has more local memory than docs/kernels/hopper-backward.md says.
     fn spilled(source: &Source, code: &[u8]) -> Option<String> {
         let bytes = local_bytes(code);
-        (source.family == Family::Sm90Backward && bytes.is_none_or(|bytes| bytes > 64))
-            .then(|| format!("{}: {bytes:?} bytes of local memory", source.name))
+        println!("{} {bytes:?} {:?}", source.name, registers(code));
+        (matches!(source.family, Family::Sm80Backward | Family::Sm90Backward)
+            && bytes.is_none_or(|bytes| bytes > 64))
+        .then(|| format!("{}: {bytes:?} bytes of local memory", source.name))
     }
 
     /// Bytes of local memory of a thread, as machine code says (`EIATTR_FRAME_SIZE`).

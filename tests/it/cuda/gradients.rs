@@ -1,6 +1,9 @@
 //! Gradients by native kernels, on the device.
 
-use crate::support::cuda_with_wgmma;
+use super::shard;
+use crate::support::{cuda, cuda_with_wgmma};
+use flashtile::cuda::Cuda;
+use flashtile::plan::{Facts, NATIVE_CAPABILITY};
 use flashtile::{Dtype, PlanOptions, QOffset, Visibility};
 use flashtile_testkit::{BackwardCase, Case, Failure, GradientAnswer, Rng, catalogue, random_case};
 
@@ -43,22 +46,30 @@ fn large() -> Vec<Case> {
 #[test]
 fn native_gradients_match_the_oracle_and_have_the_same_bits_again() {
     let Some(cuda) = cuda_with_wgmma() else { return };
+    assert!(native_gradients(&cuda, "wgmma") > 200);
+}
+
+#[test]
+fn native_gradients_by_mma_match_the_oracle_and_have_the_same_bits_again() {
+    let Some(cuda) = cuda().filter(|cuda| cuda.facts().capability >= NATIVE_CAPABILITY) else { return };
+    assert!(native_gradients(&cuda.with_facts(|facts| facts.wgmma = false), "mma") > 200);
+}
+
+/// Checks the cases whose kernel has a name with `by`, and returns how many there are.
+fn native_gradients(cuda: &Cuda, by: &str) -> usize {
     let mut session = cuda.session(&cuda.context().new_stream().unwrap());
     let random = (0..200).map(|seed| {
         let mut rng = Rng::new(seed);
         random_case(format!("seed {seed}"), &mut |n| rng.below(n))
     });
+    let [part, parts] = shard();
+    let cases = large().into_iter().chain(catalogue()).chain(random).enumerate();
     let (mut failures, mut checked) = (Vec::new(), 0);
-    for case in large().into_iter().chain(catalogue()).chain(random) {
+    for (_, case) in cases.filter(|(n, _)| n % parts == part) {
         let Ok(prepared) = BackwardCase::new(&case) else { continue };
         let desc = prepared.problem().desc().clone();
-        let native = cuda.facts();
-        let Ok(plan) =
-            flashtile::plan::Facts::plan_backward(native, prepared.problem(), PlanOptions::default())
-        else {
-            continue;
-        };
-        if !plan.kernel().contains("wgmma") {
+        let plan = cuda.facts().plan_backward(prepared.problem(), PlanOptions::default());
+        if !plan.is_ok_and(|plan| plan.kernel().contains(by)) {
             continue;
         }
         let prepared = prepared.rounding_scores().unwrap();
@@ -74,12 +85,12 @@ fn native_gradients_match_the_oracle_and_have_the_same_bits_again() {
                 false => Err(Failure::Error("other bits in a second run".to_owned())),
             }
         });
-        checked += 1;
+        checked += parts;
         if let Err(why) = result {
             failures.push(format!("{}: {why}", case.name));
         }
     }
     println!("{checked} cases, {} failures", failures.len());
     assert!(failures.is_empty(), "{}", failures.join("\n"));
-    assert!(checked > 200);
+    checked
 }

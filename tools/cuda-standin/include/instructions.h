@@ -1,4 +1,4 @@
-// The project's wrappers of instructions, for a thread of the stand-in. Copies by cp.async and products are done at once.
+// The project's wrappers of instructions, for a thread of the stand-in. Products are done at once.
 
 // ---- numbers
 
@@ -63,13 +63,13 @@ inline float2 ld_shared_pair(u32 from) {
     return x;
 }
 inline void cp_async16(u32 to, const void* from, u32 bytes) {
-    memset(shared_at(to), 0, 16);
-    if (bytes) memcpy(shared_at(to), from, bytes);
+    shared_at(to);
+    standin_cp_async(to, from, bytes);
 }
-inline void cp_async_commit() {}
+inline void cp_async_commit() { standin_cp_async_commit(); }
 template <int N>
-inline void cp_async_wait() {}
-inline void cp_async_wait_all() {}
+inline void cp_async_wait() { standin_cp_async_wait(N); }
+inline void cp_async_wait_all() { standin_cp_async_commit(), standin_cp_async_wait(0); }
 inline void prefetch_l2(const void*) {}
 inline void prefetch_l1(const void*) {}
 inline void fence_device() {}

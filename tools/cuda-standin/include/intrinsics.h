@@ -53,6 +53,10 @@ void standin_copy_in(unsigned to, const void* from, unsigned bytes, unsigned bar
 void standin_copy_out(void* to, unsigned from, unsigned bytes, int add);
 // Waits for this thread's copies to device memory.
 void standin_wait_copies();
+// Copies 16 bytes, of which those behind `bytes` are 0, when this thread waits for its group.
+void standin_cp_async(unsigned to, const void* from, unsigned bytes);
+void standin_cp_async_commit();
+void standin_cp_async_wait(int pending);
 }
 
 #define threadIdx (Index3{standin_thread(), 0, 0})

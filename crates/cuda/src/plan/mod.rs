@@ -37,6 +37,9 @@ mod variant;
 mod work_tile;
 
 pub use backward::CudaBackwardPlan;
+pub(crate) use backward::{
+    BackwardSequence, BackwardTileUnits, BackwardUnit, NativeBackward, ScoreMod, UnitShape,
+};
 pub(crate) use cuda_plan::PlannedKernels;
 pub use cuda_plan::{CudaPlan, CudaTile};
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
@@ -50,6 +53,5 @@ pub use portable::PortableTile;
 pub use sm80::Sm80Tile;
 pub use sm90::Sm90Tile;
 pub(crate) use sm90::WARPGROUP_ROWS;
-pub(crate) use sm90::{BackwardSequence, BackwardTileUnits, BackwardUnit, ScoreMod, Sm90Backward};
 pub(crate) use variant::NativeVariant;
 pub(crate) use work_tile::{MAX_RECOMPUTED, MERGE_GROUP, WorkTile};

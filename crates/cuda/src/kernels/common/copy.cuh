@@ -45,6 +45,16 @@ DEVICE u32 load_acquire(const u32* at) {
     return x;
 }
 
+// Reads a word without ordering, which would invalidate the first-level cache.
+DEVICE u32 load_relaxed(const u32* at) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+
+// Writes a word after this thread's earlier writes.
+DEVICE void store_release(u32* at, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
+
 // Named barriers join N threads of a block.
 template <int N>
 DEVICE void named_barrier_sync(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(N) : "memory"); }

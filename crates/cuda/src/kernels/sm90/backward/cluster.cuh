@@ -74,17 +74,5 @@ DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" :
 // Waits until this thread's copies have ended.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- turns in device memory
-
-// Reads a word without ordering, which would invalidate the first-level cache.
-DEVICE u32 load_relaxed(const u32* at) {
-    u32 x;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
-
-// Writes a word after this thread's earlier writes.
-DEVICE void store_release(u32* at, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
-
 // Orders this thread's accesses to any memory before copies that follow.
 DEVICE void fence_async_proxy_of_all() { asm volatile("fence.proxy.async;" ::: "memory"); }

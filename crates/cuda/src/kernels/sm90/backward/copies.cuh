@@ -1,18 +1,19 @@
 // The warpgroup that copies: one thread of it fills the stages, another adds tiles of d_q to memory.
 
 // Fills the stages. Each block copies one half of a tile's rows to both.
-DEVICE void copy_tiles(const BackwardParams& p, const Work& work, BackwardMemory& memory, u32 rank) {
+DEVICE void copy_tiles(const Sm90BackwardParams& params, const Work& work, BackwardMemory& memory, u32 rank) {
+    const BackwardParams& p = params.backward;
     const BackwardSequence& s = work.sequence;
     const u32 kv_head = work.unit.kv_head, half = rank * (BLOCK_M / 2);
-    const ClusterRows keys(s.batch * p.k_batch_rows + s.kv_start, s.kv_len), values(s.batch * p.v_batch_rows + s.kv_start, s.kv_len);
-    const ClusterRows queries(s.batch * p.q_batch_rows + s.q_start, s.q_len), d_outs(s.batch * p.d_out_batch_rows + s.q_start, s.q_len);
+    const ClusterRows keys(s.batch * params.k_batch_rows + s.kv_start, s.kv_len), values(s.batch * params.v_batch_rows + s.kv_start, s.kv_len);
+    const ClusterRows queries(s.batch * params.q_batch_rows + s.q_start, s.q_len), d_outs(s.batch * params.d_out_batch_rows + s.q_start, s.q_len);
     const u32 kv_full = shared_address(&memory.kv_full);
     mbarrier_arrive_expect(kv_full, 3 * KV_BYTES);
     for (int i = 0; i < PANELS; i++) {
         const u32 panel = i * BLOCK_N * PANEL_ROW_BYTES, column = i * PANEL_COLUMNS;
-        keys.load(shared_address(memory.k) + panel, &p.k, kv_full, column, kv_head, work.first_key(rank));
-        values.load(shared_address(memory.v) + panel, &p.v, kv_full, column, kv_head, work.first_key(rank));
-        keys.load(shared_address(memory.peer_k) + panel, &p.k, kv_full, column, kv_head, work.first_key(rank ^ 1));
+        keys.load(shared_address(memory.k) + panel, &params.k, kv_full, column, kv_head, work.first_key(rank));
+        values.load(shared_address(memory.v) + panel, &params.v, kv_full, column, kv_head, work.first_key(rank));
+        keys.load(shared_address(memory.peer_k) + panel, &params.k, kv_full, column, kv_head, work.first_key(rank ^ 1));
     }
     Step at(work);
     RingStage<STAGES> stage;
@@ -30,17 +31,9 @@ DEVICE void copy_tiles(const BackwardParams& p, const Work& work, BackwardMemory
             }
             copy_from_device(shared_address(memory.rows[slot][which]), list, BLOCK_M * 4, barrier);
         };
-        fill(queries, &p.q, memory.q[slot], memory.q_full, memory.q_empty, terms, 0);
-        fill(d_outs, &p.d_out, memory.d_out[slot], memory.d_out_full, memory.d_out_empty, deltas, 1);
+        fill(queries, &params.q, memory.q[slot], memory.q_full, memory.q_empty, terms, 0);
+        fill(d_outs, &params.d_out, memory.d_out[slot], memory.d_out_full, memory.d_out_empty, deltas, 1);
     }
-}
-
-// Waits until a tile has all sums of the units before. Spins without ordering, and orders once: a fence of the whole device there costs 2 % of
-// the kernel.
-DEVICE void wait_turn(const u32* turn, u32 place) {
-    while (load_relaxed(turn) != place) {}
-    load_acquire(turn);
-    fence_async_proxy_of_all();
 }
 
 // Adds tiles of d_q to memory, each when it is this unit's turn: the first unit stores, so that nothing has to be cleared. For the last it
@@ -58,7 +51,7 @@ DEVICE void add_tiles(const BackwardParams& p, const Work& work, BackwardMemory&
         for (int half = 0; half < 2; half++, parity ^= 1) {
             u8* to = (u8*)p.d_q_sums + (2 * tile + half) * HALF_BYTES;
             if (!turn.is_last()) mbarrier_wait(full, parity);
-            if (half == 0) wait_turn(turns, turn.place);
+            if (half == 0) wait_turn(turns, turn.place), fence_async_proxy_of_all();
             if (turn.is_last()) {
                 mbarrier_arrive_expect(sum, HALF_BYTES);
                 copy_from_device(staged, to, HALF_BYTES, sum);

@@ -1,18 +1,15 @@
 // The shared memory of a block of backward.cu, and its barriers.
 //
 // A cluster of two blocks has CLUSTER_N keys of one key/value head, each block BLOCK_N of them. Steps go through tiles of BLOCK_M query rows,
-// which both blocks have. Constants in addition: DTYPE, and COLUMNS, head dimensions rounded up to panels, 64 or 128.
+// which both blocks have. COLUMNS, head dimensions rounded up to panels, are 64 or 128.
 
-constexpr int BLOCK_N = 128, CLUSTER_N = 2 * BLOCK_N;
+constexpr int CLUSTER_N = 2 * BLOCK_N, PANELS = COLUMNS / PANEL_COLUMNS;
 // A tile of d_q has as many elements, whatever its columns: two halves of 64 x 64.
-constexpr int TILE_ELEMENTS = 8192, BLOCK_M = TILE_ELEMENTS / COLUMNS, PANELS = COLUMNS / PANEL_COLUMNS;
+constexpr int TILE_ELEMENTS = 8192;
+static_assert(BLOCK_N == 128 && BLOCK_M * COLUMNS == TILE_ELEMENTS && UNIT_BLOCKS == CLUSTER);
 constexpr int KV_BYTES = BLOCK_N * COLUMNS * 2, Q_BYTES = BLOCK_M * COLUMNS * 2, D_SCORE_BYTES = BLOCK_N * BLOCK_M * 2;
 constexpr int HALF_BYTES = TILE_ELEMENTS * 4 / 2, STAGES = 2;
 static_assert(HALF_BYTES == 16384);
-
-// Probabilities are multiplied by this before they are rounded, so that small ones keep their digits in f16, whose least normal number is 2^-14.
-// `prepare` adds its logarithm to `-lse`, and divides delta by it.
-constexpr float PROB_SCALE = DTYPE == F16 ? 16384.f : 1.f;
 
 // Warpgroups: two have 64 keys each, one computes d_q, one copies.
 constexpr int KEY_GROUPS = 2, D_Q_GROUP = 2, COPY_GROUP = 3, THREADS = 4 * WARPGROUP_THREADS;

@@ -1,9 +1,9 @@
 // Terms of each query row for the backward pass, by tiles: -lse in units of log2, and delta = sum(d_out * out) - d_lse. Clears the turns of
 // tiles, and d_q of tiles that see no key. Sums over rows, for gradients of sinks and of ALiBi slopes: of each tile, and of all.
 
-// Lanes of a row: 16 bytes each.
-constexpr u32 ROW_LANES = COLUMNS / 8, PREPARE_THREADS = 256;
-// log2 of PROB_SCALE of memory.cuh.
+// Lanes of a row, for 16 bytes each of the wider of q and out: a power of two.
+constexpr u32 ROW_LANES = COLUMNS > 128 ? 32 : COLUMNS > 64 ? 16 : 8, PREPARE_THREADS = 256;
+// log2 of PROB_SCALE of scores.cuh.
 constexpr float LOG2_PROB_SCALE = DTYPE == F16 ? 14 : 0, INVERSE_PROB_SCALE = DTYPE == F16 ? 1 / 16384.f : 1;
 
 // Elements `8 lane` to `8 lane + 7` of a row, zeros behind its end.

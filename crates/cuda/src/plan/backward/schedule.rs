@@ -1,30 +1,20 @@
-//! The backward pass on compute capability 9.0: its tiles, and the order in which clusters add to a tile of `d_q`.
+//! The work of native backward kernels, and the order in which it adds to a tile of `d_q`.
 //!
-//! A cluster of two blocks has [`CLUSTER_KEYS`] keys of a key/value head: a unit. It goes through the tiles of query rows that see them, from the
-//! last to the first, and units add to a tile in the order of their keys. Units of a head are launched in that order too, so that each waits
-//! only for units that were launched before it: any number of multiprocessors ends, and gives the same bits.
+//! A unit has keys of a key/value head. It goes through the tiles of query rows that see them, from the last to the first, and units add to a tile in
+//! the order of their keys. Units of a head are launched in that order too, so that each waits only for units that were launched before it: any
+//! number of multiprocessors ends, and gives the same bits.
 
 use crate::device_struct::device_struct;
-use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequence, Sequences};
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Keys of a cluster.
-pub(crate) const CLUSTER_KEYS: usize = 256;
-
-/// Warps of a cluster that have keys.
-const UNIT_WARPS: usize = 16;
-
-/// Largest head dimension.
-const MAX_DIM: usize = 128;
-
-/// Elements of a tile of `d_q`, whatever its columns.
-pub(crate) const TILE_ELEMENTS: usize = 8192;
+/// Keys of a warp.
+const WARP_KEYS: usize = 16;
 
 /// The largest magnitude of a position, and the bound of a window that hides nothing: sums of them are integers of 32 bits.
-const MAX_POSITION: usize = 1 << 29;
+pub(super) const MAX_POSITION: usize = 1 << 29;
 const NO_BOUND: i32 = 1 << 30;
 
 /// Bytes of the query rows, `d_out` and sums of `d_q` of heads whose units are launched together: they share the second-level cache.
@@ -84,19 +74,28 @@ pub(crate) struct ScoreMod {
 
 impl ScoreMod {
     /// The end of a kernel's name.
-    fn suffix(self) -> String {
+    pub(super) fn suffix(self) -> String {
         let named = [(self.softcap, "-softcap"), (self.alibi, "-alibi"), (self.chunks, "-chunks")];
         named.into_iter().filter_map(|(has, name)| has.then_some(name)).collect()
     }
 }
 
-/// The plan of a problem.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Sm90Backward {
-    pub(crate) dtype: Dtype,
-    pub(crate) score_mod: ScoreMod,
-    /// Head dimensions rounded up: 64 or 128.
+/// Sizes of a kernel's unit and tile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct UnitShape {
+    /// Keys of a unit.
+    pub(crate) keys: usize,
+    /// Query rows of a tile.
+    pub(crate) rows: usize,
+    /// Columns of a tile of `d_q`.
     pub(crate) columns: usize,
+}
+
+/// The units of a problem, and what they share.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct BackwardSchedule {
+    pub(crate) shape: UnitShape,
+    pub(crate) score_mod: ScoreMod,
     /// Units in launch order.
     pub(crate) units: Vec<BackwardUnit>,
     pub(crate) sequences: Vec<BackwardSequence>,
@@ -114,49 +113,18 @@ pub(crate) struct Sm90Backward {
     pub(crate) window: [i32; 2],
 }
 
-impl Sm90Backward {
-    /// Bytes of shared memory that a block takes at most.
-    pub(crate) const MAX_SHARED_BYTES: usize = 227 << 10;
-
-    /// Why these kernels do not compute a problem, if they do not.
-    pub(crate) fn lacks(problem: &Problem) -> Option<&'static str> {
+impl BackwardSchedule {
+    /// The schedule of a problem whose positions are below [`MAX_POSITION`].
+    pub(crate) fn new(problem: &Problem, shape: UnitShape) -> Result<Self, Unsupported> {
         let (dims, desc) = (problem.dims(), problem.desc());
-        let furthest = |s: &Sequence| s.q_offset.unsigned_abs() as usize + s.q_len.max(s.kv_len);
-        let reasons = [
-            (problem.dtype() == Dtype::F32, "native backward kernels multiply f16 and bf16 only"),
-            (desc.mask.is_some() || desc.tree, "native backward kernels have no masks"),
-            (
-                dims.head_dim.max(dims.value_dim) > MAX_DIM,
-                "native backward kernels have head dimensions up to 128 only",
-            ),
-            // Rows are accessed in chunks of 16 bytes.
-            (
-                !(dims.head_dim.is_multiple_of(8) && dims.value_dim.is_multiple_of(8)),
-                "native backward kernels have head dimensions of multiples of 8 only",
-            ),
-            (problem.scale() == 0.0, "native backward kernels have no scale of 0"),
-            (
-                problem.sequences().iter().any(|s| furthest(s) > MAX_POSITION),
-                "native backward kernels have positions below 2^29 only",
-            ),
-        ];
-        reasons.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
-    }
-
-    /// The plan of a problem that these kernels do not [lack](Self::lacks) anything of.
-    pub(crate) fn new(problem: &Problem) -> Result<Self, Unsupported> {
-        let (dims, desc) = (problem.dims(), problem.desc());
-        let widest = dims.head_dim.max(dims.value_dim);
-        let columns = if widest <= 64 { 64 } else { 128 };
         let bound = |side: Option<usize>| side.map_or(NO_BOUND, |n| n.min(NO_BOUND as usize) as i32);
-        let mut plan = Self {
-            dtype: problem.dtype(),
+        let mut schedule = Self {
+            shape,
             score_mod: ScoreMod {
                 softcap: desc.softcap.is_some(),
                 alibi: desc.alibi,
                 chunks: desc.visibility.chunk().is_some(),
             },
-            columns,
             units: Vec::new(),
             sequences: Vec::new(),
             tile_units: Vec::new(),
@@ -169,36 +137,21 @@ impl Sm90Backward {
         };
         let mut heads = Vec::new();
         for s in problem.sequences() {
-            let ranges = plan.add_sequence(problem, s)?;
-            let number = plan.sequences.len() as u32 - 1;
+            let ranges = schedule.add_sequence(problem, s)?;
+            let number = schedule.sequences.len() as u32 - 1;
             heads.extend((0..dims.kv_heads as u32).map(|kv_head| Head {
                 sequence: number,
                 kv_head,
                 ranges: ranges.clone(),
             }));
         }
-        plan.tiles = plan.tile_units.len().checked_mul(dims.q_heads).filter(|&n| n <= MAX_TILES).ok_or(
-            Unsupported::Tasks { got: plan.tile_units.len().saturating_mul(dims.q_heads), max: MAX_TILES },
-        )?;
-        plan.launch_order(&heads, dims.gqa_group());
-        Ok(plan)
-    }
-
-    /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-wgmma{rows of a tile}x{keys of a cluster}`, and what it does to scores.
-    pub(crate) fn kernel(&self) -> String {
-        let Self { dtype, columns, score_mod, .. } = self;
-        let suffix = score_mod.suffix();
-        format!("cuda-backward-{dtype}-d{columns}-wgmma{}x{CLUSTER_KEYS}{suffix}", self.tile_rows())
-    }
-
-    /// Bytes of shared memory of a block: keys and values and the peer's keys, two stages of queries and `d_out`, gradients of scores, half of a tile
-    /// of `d_q`, terms of rows, barriers.
-    pub(crate) const fn shared_bytes(&self) -> usize {
-        let (keys, rows) = (CLUSTER_KEYS / 2, self.tile_rows());
-        let kv = 3 * 2 * keys * self.columns;
-        let stages = 2 * 2 * 2 * TILE_ELEMENTS;
-        let d_scores = 3 * 2 * keys * rows;
-        kv + stages + d_scores + 2 * TILE_ELEMENTS + 2 * 2 * 4 * rows + 8 * 15
+        let tiles = schedule.tile_units.len().saturating_mul(dims.q_heads);
+        if tiles > MAX_TILES {
+            return Err(Unsupported::Tasks { got: tiles, max: MAX_TILES });
+        }
+        schedule.tiles = tiles;
+        schedule.launch_order(&heads);
+        Ok(schedule)
     }
 
     /// Where the regions of scratch memory begin.
@@ -209,7 +162,11 @@ impl Sm90Backward {
             len = (len + bytes).next_multiple_of(256);
             at
         };
-        let (rows, alibi) = (4 * self.tiles * self.tile_rows(), self.score_mod.alibi);
+        let UnitShape { keys, rows, columns } = self.shape;
+        let sums = 4 * rows * columns * self.tiles;
+        let rows = 4 * self.tiles * rows;
+        // Of each warp and query head of a unit.
+        let distances = 4 * keys / WARP_KEYS * self.gqa_group * self.units.len();
         BackwardRegions {
             units: region(size_of_val(&*self.units)),
             sequences: region(size_of_val(&*self.sequences)),
@@ -217,35 +174,27 @@ impl Sm90Backward {
             neg_lse: region(rows),
             delta: region(rows),
             turns: region(4 * self.tiles),
-            d_q_sums: region(4 * TILE_ELEMENTS * self.tiles),
+            d_q_sums: region(sums),
             sink_terms: region(4 * self.tiles),
-            shift_terms: region(if alibi { 4 * self.tiles } else { 0 }),
-            distance_sums: region(if alibi { 4 * UNIT_WARPS * self.gqa_group * self.units.len() } else { 0 }),
+            shift_terms: region(if self.score_mod.alibi { 4 * self.tiles } else { 0 }),
+            distance_sums: region(if self.score_mod.alibi { distances } else { 0 }),
             len: region(0),
         }
     }
 
-    /// Query rows of a tile.
-    pub(crate) const fn tile_rows(&self) -> usize {
-        TILE_ELEMENTS / self.columns
-    }
-
     /// Adds a sequence and the units of its tiles. Returns the tiles of each unit.
     fn add_sequence(&mut self, problem: &Problem, s: &Sequence) -> Result<Rc<[Range<u32>]>, Unsupported> {
-        let (rows, before) = (self.tile_rows(), self.tile_units.len());
+        let (UnitShape { keys: unit_keys, rows, .. }, before) = (self.shape, self.tile_units.len());
         let kv_rows = match problem.desc().sequences {
             Sequences::Dense | Sequences::Padded { .. } => problem.dims().kv_len,
             Sequences::Packed { .. } | Sequences::Cached { .. } => s.kv_len,
         };
         let tiles = s.q_len.div_ceil(rows);
-        let mut ranges = vec![0..0u32; kv_rows.div_ceil(CLUSTER_KEYS)];
+        let mut ranges = vec![0..0u32; kv_rows.div_ceil(unit_keys)];
         for tile in 0..tiles {
             let keys = problem.visible_union(s, tile * rows..s.q_len.min((tile + 1) * rows));
-            let units = if keys.is_empty() {
-                0..0
-            } else {
-                keys.start / CLUSTER_KEYS..keys.end.div_ceil(CLUSTER_KEYS)
-            };
+            let units =
+                if keys.is_empty() { 0..0 } else { keys.start / unit_keys..keys.end.div_ceil(unit_keys) };
             for range in &mut ranges[units.clone()] {
                 let first = if range.start < range.end { range.start } else { tile as u32 };
                 *range = first..tile as u32 + 1;
@@ -272,11 +221,12 @@ impl Sm90Backward {
 
     /// Lists the units of heads in sections: of the heads of a section the first units, then the second, and so on. Heads between two units of
     /// one give the first of them time to add.
-    fn launch_order(&mut self, heads: &[Head], gqa_group: usize) {
+    fn launch_order(&mut self, heads: &[Head]) {
+        let gqa_group = self.gqa_group;
         let bytes = |head: &Head| {
             // q, d_out and the sums of d_q.
             let rows = self.sequences[head.sequence as usize].q_len as usize;
-            rows.saturating_mul(8 * self.columns * gqa_group).max(1)
+            rows.saturating_mul(8 * self.shape.columns * gqa_group).max(1)
         };
         let mut rest = heads;
         while let Some(first) = rest.first() {
@@ -328,6 +278,7 @@ struct Head {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtile_core::dtype::Dtype;
     use flashtile_core::problem::{Dims, ProblemDesc, QOffset, Visibility};
     use std::collections::{HashMap, HashSet};
 
@@ -364,6 +315,12 @@ mod tests {
         .into()
     }
 
+    const SHAPE: UnitShape = UnitShape { keys: 256, rows: 64, columns: 128 };
+
+    fn scheduled(problem: &Problem) -> BackwardSchedule {
+        BackwardSchedule::new(problem, SHAPE).unwrap()
+    }
+
     /// The tiles of a unit in the order of its steps, as the kernel takes them (`Step`), with one head of the group.
     fn steps(unit: &BackwardUnit) -> impl Iterator<Item = u32> {
         (unit.first_tile..unit.end_tile).rev()
@@ -374,7 +331,7 @@ mod tests {
 
     /// Runs units as a device with `resident` clusters does: the next is launched where one ends, and each adds when it is its turn. Returns the
     /// order in which units added to each tile, or the units that wait forever.
-    fn simulated(plan: &Sm90Backward, resident: usize) -> Result<Added, Vec<BackwardUnit>> {
+    fn simulated(plan: &BackwardSchedule, resident: usize) -> Result<Added, Vec<BackwardUnit>> {
         let mut added = Added::new();
         let mut waiting = plan.units.iter();
         let mut running: Vec<(BackwardUnit, Vec<u32>)> = Vec::new();
@@ -412,7 +369,7 @@ mod tests {
     #[test]
     fn units_end_and_add_in_one_order_on_any_number_of_multiprocessors() {
         for problem in problems() {
-            let plan = Sm90Backward::new(&problem).unwrap();
+            let plan = scheduled(&problem);
             let want = simulated(&plan, 1).unwrap_or_else(|stuck| panic!("{problem:?}: {stuck:?}"));
             for resident in [2, 7, 57, 66, 10_000] {
                 assert!(simulated(&plan, resident).is_ok_and(|got| got == want), "{resident} of {problem:?}");
@@ -427,17 +384,9 @@ mod tests {
     }
 
     #[test]
-    fn blocks_fit_shared_memory() {
-        for problem in problems() {
-            let plan = Sm90Backward::new(&problem).unwrap();
-            assert!(plan.shared_bytes() <= Sm90Backward::MAX_SHARED_BYTES);
-        }
-    }
-
-    #[test]
     fn an_order_that_never_ends_is_found() {
         let problem = &problems()[1];
-        let mut plan = Sm90Backward::new(problem).unwrap();
+        let mut plan = scheduled(problem);
         plan.units.reverse();
         assert!(simulated(&plan, 4).is_err_and(|stuck| stuck.len() == 4));
     }
@@ -446,8 +395,8 @@ mod tests {
     #[test]
     fn steps_cover_what_is_visible() {
         for problem in problems() {
-            let plan = Sm90Backward::new(&problem).unwrap();
-            let rows = plan.tile_rows();
+            let plan = scheduled(&problem);
+            let rows = SHAPE.rows;
             let mut covered = HashSet::new();
             for unit in plan.units.iter().filter(|unit| unit.kv_head == 0) {
                 covered.extend(steps(unit).map(|tile| (unit.sequence, unit.block, tile)));
@@ -455,14 +404,14 @@ mod tests {
             for (n, s) in problem.sequences().iter().enumerate() {
                 for i in 0..s.q_len {
                     for j in problem.visible(s, i) {
-                        let pair = (n as u32, (j / CLUSTER_KEYS) as u32, (i / rows) as u32);
+                        let pair = (n as u32, (j / SHAPE.keys) as u32, (i / rows) as u32);
                         assert!(covered.contains(&pair), "{pair:?}");
                     }
                 }
                 let stored = plan.sequences[n].kv_rows as usize;
                 let blocks =
                     plan.units.iter().filter(|of| of.sequence == n as u32 && of.kv_head == 0).count();
-                assert_eq!(blocks, stored.div_ceil(CLUSTER_KEYS));
+                assert_eq!(blocks, stored.div_ceil(SHAPE.keys));
             }
         }
     }

@@ -1,8 +1,10 @@
-// The work of a cluster, and the order in which clusters add to a tile of d_q.
+// The work of a unit, and the order in which units add to a tile of d_q.
 //
-// Clusters are launched in the order of their units. A unit takes its tiles from the last to the first. Units add to a tile in the order of
-// their keys, and the units of a head are launched in that order: a unit waits for clusters that were launched before it, which need nothing of
-// it.
+// A unit is UNIT_BLOCKS blocks of threads, each with BLOCK_N keys of one key/value head, and is launched as a cluster where these are two. Units are
+// launched in the order of their list. A unit takes its tiles of BLOCK_M query rows from the last to the first. Units add to a tile in the order of
+// their keys, and the units of a head are launched in that order: a unit waits for units that were launched before it, which need nothing of it.
+
+constexpr u32 UNIT_KEYS = UNIT_BLOCKS * BLOCK_N;
 
 // A unit and its sequence.
 struct Work {
@@ -12,17 +14,17 @@ struct Work {
     u32 tiles, steps;
 
     DEVICE explicit Work(const BackwardParams& p) {
-        unit = ((const BackwardUnit*)p.units)[blockIdx.x / CLUSTER];
+        unit = ((const BackwardUnit*)p.units)[blockIdx.x / UNIT_BLOCKS];
         sequence = ((const BackwardSequence*)p.sequences)[unit.sequence];
         tiles = (sequence.q_len + BLOCK_M - 1) / BLOCK_M;
         steps = (unit.end_tile - unit.first_tile) * p.group;
     }
 
-    // The first key of a block of the cluster.
-    DEVICE u32 first_key(u32 rank) const { return unit.block * CLUSTER_N + rank * BLOCK_N; }
+    // The first key of a block of the unit.
+    DEVICE u32 first_key(u32 rank) const { return unit.block * UNIT_KEYS + rank * BLOCK_N; }
 };
 
-// A step: a tile of one query head of the group. All heads of a tile, then the next tile, so that clusters stay together where units have
+// A step: a tile of one query head of the group. All heads of a tile, then the next tile, so that units stay together where units have
 // different tiles; otherwise head by head, for which the second-level cache has room.
 struct Step {
     u32 tile, head = 0;
@@ -57,3 +59,10 @@ struct Turn {
 
     DEVICE bool is_last() const { return place == last; }
 };
+
+// Waits until a tile has all sums of the units before. Spins without ordering, and orders once: a fence of the whole device there costs 2 % of
+// the kernel for Hopper.
+DEVICE void wait_turn(const u32* turn, u32 place) {
+    while (load_relaxed(turn) != place) {}
+    load_acquire(turn);
+}

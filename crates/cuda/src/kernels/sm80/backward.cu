@@ -1,0 +1,297 @@
+// The backward pass of attention by mma.sync: d_q, d_k and d_v in five products, with the same bits in every run.
+//
+// A block of threads has BLOCK_N keys of a key/value head, 16 a warp, and goes through the tiles of query rows that see them. d_k and d_v stay in
+// registers. Each tile of d_q is added to sums in memory, in turn: steps.cuh has the order. A step computes
+//
+//   S = K Q^T,  P = exp(scale S - lse)
+//   dP = V dO^T,  dV += P dO
+//   dS = P (dP - delta)             to registers, and to shared memory for d_q
+//   dK += dS Q
+//   dQ = dS^T K                     while the next tile is copied
+//
+// Constants in addition: HEAD_DIM and VALUE_DIM, head dimensions rounded up to multiples of 32.
+
+constexpr int WARPS = BLOCK_N / 16, THREADS = 32 * WARPS;
+
+typedef SwizzledTile<HEAD_DIM, BLOCK_N, 2> KTile;
+typedef SwizzledTile<VALUE_DIM, BLOCK_N, 2> VTile;
+typedef SwizzledTile<HEAD_DIM, BLOCK_M, 2> QTile;
+typedef SwizzledTile<VALUE_DIM, BLOCK_M, 2> DOutTile;
+// Gradients of scores: a row for each key.
+typedef SwizzledTile<BLOCK_M, BLOCK_N, 2> DScoreTile;
+
+struct BackwardMemory {
+    u8 k[KTile::BYTES], v[VTile::BYTES], q[QTile::BYTES], d_out[DOutTile::BYTES], d_scores[DScoreTile::BYTES];
+    // `-lse` in units of log2, and delta, of each row.
+    float rows[2][BLOCK_M];
+};
+static_assert(sizeof(BackwardMemory) == SHARED_BYTES);
+
+// ---- copies
+
+// Copies rows of a head; rows from `present` on and columns behind the last are 0.
+template <typename Tile, int ROWS>
+DEVICE void copy_rows(u32 to, const Tensor& tensor, u32 batch, u32 head, u32 row, u32 present, u32 columns) {
+    const u8* from = (const u8*)(tensor.at + (u64)(batch * tensor.batch + head * tensor.head + row * tensor.row));
+    for (u32 n = threadIdx.x; n < ROWS * Tile::ROW_CHUNKS; n += THREADS) {
+        const u32 i = n / Tile::ROW_CHUNKS, c = n % Tile::ROW_CHUNKS;
+        const bool exists = i < present && 8 * c < columns;
+        cp_async16(to + Tile::chunk(i, c), exists ? from + i * tensor.row + 16 * c : from, exists ? 16 : 0);
+    }
+}
+
+// Rows of a tile that a sequence has.
+DEVICE u32 rows_from(u32 first, u32 length) { return length > first ? length - first : 0; }
+
+DEVICE void copy_keys(const Sm80BackwardParams& p, const Work& work, BackwardMemory& memory) {
+    const BackwardSequence& s = work.sequence;
+    const u32 first = work.first_key(0), present = rows_from(first, s.kv_len), head = work.unit.kv_head;
+    if (!present) return;
+    copy_rows<KTile, BLOCK_N>(shared_address(memory.k), p.k, s.batch, head, s.kv_start + first, present, p.backward.head_dim);
+    copy_rows<VTile, BLOCK_N>(shared_address(memory.v), p.v, s.batch, head, s.kv_start + first, present, p.value_dim);
+}
+
+DEVICE void copy_step(const Sm80BackwardParams& params, const Work& work, BackwardMemory& memory, const Step& at) {
+    const BackwardParams& p = params.backward;
+    const BackwardSequence& s = work.sequence;
+    const u32 first = at.tile * BLOCK_M, present = rows_from(first, s.q_len), head = at.query_head(p, work);
+    copy_rows<QTile, BLOCK_M>(shared_address(memory.q), params.q, s.batch, head, s.q_start + first, present, p.head_dim);
+    copy_rows<DOutTile, BLOCK_M>(shared_address(memory.d_out), params.d_out, s.batch, head, s.q_start + first, present, params.value_dim);
+    constexpr u32 CHUNKS = BLOCK_M / 4;
+    if (threadIdx.x < 2 * CHUNKS) {
+        const u32 which = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        const u64 list = which ? p.delta : p.neg_lse;
+        cp_async16(shared_address(memory.rows[which]) + 16 * chunk, (const float*)list + at.index(p, work) * BLOCK_M + 4 * chunk, 16);
+    }
+    cp_async_commit();
+}
+
+// ---- products
+
+// This lane's row of a fragment: of a left operand whose rows are rows of the tile, of a right operand whose columns are, and of operands whose
+// rows or columns are the tile's columns, which are loaded transposed.
+template <typename Tile>
+DEVICE u32 left_rows(u32 tile, u32 first_row) { return tile + Tile::chunk(first_row + threadIdx.x % 16, threadIdx.x % 32 / 16); }
+template <typename Tile>
+DEVICE u32 right_rows(u32 tile) { return tile + Tile::chunk(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2); }
+template <typename Tile>
+DEVICE u32 left_columns(u32 tile) { return right_rows<Tile>(tile); }
+template <typename Tile>
+DEVICE u32 right_columns(u32 tile) { return left_rows<Tile>(tile, 0); }
+
+// Adds two products of 16 columns, whose accumulators are at c[0] and c[4].
+DEVICE void add_products(float* c, const u32 (&a)[4], const u32 (&b)[4]) {
+    mma_m16n8k16<DTYPE>(*(float(*)[4])c, a, b[0], b[1]);
+    mma_m16n8k16<DTYPE>(*(float(*)[4])(c + 4), a, b[2], b[3]);
+}
+
+// c = a b^T of this warp's 16 keys and the rows of a tile.
+template <typename A, typename B>
+DEVICE void row_products(float (&c)[TILE_SCORES], u32 a, u32 b) {
+#pragma unroll
+    for (int i = 0; i < TILE_SCORES; i++) c[i] = 0;
+#pragma unroll
+    for (int step = 0; step < A::COLUMNS / 16; step++) {
+        u32 x[4], y[4];
+        ldmatrix_x4(x, A::pair(a, step));
+#pragma unroll
+        for (int n = 0; n < BLOCK_M / 16; n++) {
+            ldmatrix_x4(y, B::pair(b, step) + n * 16 * B::PANEL);
+            add_products(c + 8 * n, x, y);
+        }
+    }
+}
+
+// c += a b over the query rows of a tile.
+template <typename B>
+DEVICE void add_gradient(float (&c)[B::COLUMNS / 2], const u32 (&a)[TILE_WORDS], u32 b) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 16; i++) {
+        const u32 x[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
+#pragma unroll
+        for (int n = 0; n < B::COLUMNS / 16; n++) {
+            u32 y[4];
+            ldmatrix_x4_trans(y, B::pair(b, n) + i * 16 * B::PANEL);
+            add_products(c + 8 * n, x, y);
+        }
+    }
+}
+
+// ---- d_q
+
+// Warps over the rows and over the columns of a tile of d_q, and the columns of one.
+constexpr int D_Q_ROW_WARPS = BLOCK_M / 16, D_Q_COLUMN_WARPS = WARPS / D_Q_ROW_WARPS, D_Q_COLUMNS = HEAD_DIM / D_Q_COLUMN_WARPS;
+static_assert(D_Q_ROW_WARPS * D_Q_COLUMN_WARPS == WARPS && D_Q_COLUMNS % 16 == 0);
+
+struct DQLane {
+    u32 row_warp, column_warp, lane;
+
+    DEVICE DQLane() : row_warp(threadIdx.x / 32 % D_Q_ROW_WARPS), column_warp(threadIdx.x / 32 / D_Q_ROW_WARPS), lane(threadIdx.x % 32) {}
+
+    DEVICE u32 row() const { return 16 * row_warp + lane / 4; }
+    DEVICE u32 column() const { return column_warp * D_Q_COLUMNS + 2 * (lane % 4); }
+};
+
+DEVICE void d_q_product(float (&d_q)[D_Q_COLUMNS / 2], const BackwardMemory& memory, const DQLane& at) {
+    const u32 d_scores = DScoreTile::pair(left_columns<DScoreTile>(shared_address(memory.d_scores)), at.row_warp);
+    const u32 keys = right_columns<KTile>(shared_address(memory.k)), first = at.column_warp * (D_Q_COLUMNS / 16);
+#pragma unroll
+    for (int i = 0; i < D_Q_COLUMNS / 2; i++) d_q[i] = 0;
+#pragma unroll
+    for (int step = 0; step < BLOCK_N / 16; step++) {
+        u32 x[4], y[4];
+        ldmatrix_x4_trans(x, d_scores + step * 16 * DScoreTile::PANEL);
+#pragma unroll
+        for (int n = 0; n < D_Q_COLUMNS / 16; n++) {
+            ldmatrix_x4_trans(y, KTile::pair(keys, first + n) + step * 16 * KTile::PANEL);
+            add_products(d_q + 8 * n, x, y);
+        }
+    }
+}
+
+// Scales and writes a tile.
+DEVICE void store_d_q(const BackwardParams& p, const Work& work, const Step& step, const float (&d_q)[D_Q_COLUMNS / 2], const DQLane& at) {
+    const BackwardSequence& s = work.sequence;
+    const u32 row = step.tile * BLOCK_M + at.row();
+    u8* to = (u8*)p.d_q.at + (i64)(s.batch * p.d_q.batch + step.query_head(p, work) * p.d_q.head + (s.q_start + row) * p.d_q.row);
+#pragma unroll
+    for (int j = 0; j < D_Q_COLUMNS / 8; j++) {
+        const u32 column = at.column() + 8 * j;
+        if (column >= p.head_dim) continue;
+        for (int h = 0; h < 2; h++)
+            if (row + 8 * h < s.q_len)
+                *(u32*)(to + 8 * h * p.d_q.row + 2 * column) = pack<DTYPE>(d_q[4 * j + 2 * h] * p.scale, d_q[4 * j + 2 * h + 1] * p.scale);
+    }
+}
+
+// Adds a tile to the sums of the units before, when it is this unit's turn. The first unit stores, so that nothing has to be cleared; the last writes
+// d_q.
+DEVICE void add_tile(const BackwardParams& p, const Work& work, const Step& step, float (&d_q)[D_Q_COLUMNS / 2], const DQLane& at) {
+    const Turn turn(p, work, step);
+    if (turn.place > 0 || !turn.is_last()) {
+        const u64 tile = step.index(p, work);
+        u32* turns = (u32*)p.turns + tile;
+        float4* sums = (float4*)p.d_q_sums + tile * (BLOCK_M * HEAD_DIM / 4) + threadIdx.x;
+        if (threadIdx.x == 0) wait_turn(turns, turn.place);
+        __syncthreads();
+        if (turn.place > 0) {
+#pragma unroll
+            for (int j = 0; j < D_Q_COLUMNS / 8; j++) {
+                const float4 sum = __ldcg(sums + j * THREADS);
+                d_q[4 * j] += sum.x, d_q[4 * j + 1] += sum.y, d_q[4 * j + 2] += sum.z, d_q[4 * j + 3] += sum.w;
+            }
+        }
+        if (!turn.is_last()) {
+#pragma unroll
+            for (int j = 0; j < D_Q_COLUMNS / 8; j++)
+                __stcg(sums + j * THREADS, make_float4(d_q[4 * j], d_q[4 * j + 1], d_q[4 * j + 2], d_q[4 * j + 3]));
+            __syncthreads();
+            if (threadIdx.x == 0) store_release(turns, turn.place + 1);
+        }
+    }
+    if (turn.is_last()) store_d_q(p, work, step, d_q, at);
+}
+
+// ---- keys
+
+// Stores a gradient of this warp's keys, times `factor`.
+template <int COLUMNS>
+DEVICE void store_gradient(const float (&c)[COLUMNS / 2], const Tensor& tensor, const Work& work, u32 columns, float factor, const KeyLane& at) {
+    const BackwardSequence& s = work.sequence;
+    const u32 key = work.first_key(0) + at.key();
+    u8* to = (u8*)tensor.at + (i64)(s.batch * tensor.batch + work.unit.kv_head * tensor.head + (s.kv_start + key) * tensor.row);
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; j++) {
+        const u32 column = 8 * j + at.column();
+        if (column >= columns) continue;
+        for (int h = 0; h < 2; h++)
+            if (key + 8 * h < s.kv_rows)
+                *(u32*)(to + 8 * h * tensor.row + 2 * column) = pack<DTYPE>(c[4 * j + 2 * h] * factor, c[4 * j + 2 * h + 1] * factor);
+    }
+}
+
+struct KeyWarps {
+    const Sm80BackwardParams& params;
+    const BackwardParams& p;
+    const Work& work;
+    BackwardMemory& memory;
+    const KeyLane at;
+    float d_k[HEAD_DIM / 2], d_v[VALUE_DIM / 2];
+
+    DEVICE KeyWarps(const Sm80BackwardParams& params, const Work& work, BackwardMemory& memory)
+        : params(params), p(params.backward), work(work), memory(memory) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) d_k[i] = 0;
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 2; i++) d_v[i] = 0;
+    }
+
+    DEVICE u32 terms(int which) const { return shared_address(memory.rows[which]) + 4 * at.column(); }
+
+    // Stores the gradients of scores, a row for each key.
+    DEVICE void stage(const u32 (&d_scores)[TILE_WORDS]) const {
+        const u32 to = shared_address(memory.d_scores) + 2 * at.column();
+#pragma unroll
+        for (int j = 0; j < BLOCK_M / 8; j++)
+            for (int h = 0; h < 2; h++) st_shared4(to + DScoreTile::chunk(at.key() + 8 * h, j), d_scores[2 * j + h]);
+    }
+
+    // The products of a step for this warp's keys.
+    DEVICE void multiply(const Step& step, DistanceSum& distances) {
+        const u32 first_key = work.first_key(0);
+        const u32 q = shared_address(memory.q), d_out = shared_address(memory.d_out);
+        float s[TILE_SCORES];
+        u32 probs[TILE_WORDS], d_scores[TILE_WORDS];
+        row_products<KTile, QTile>(s, left_rows<KTile>(shared_address(memory.k), 16 * at.warp), right_rows<QTile>(q));
+        if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
+        else hide_scores(s, p, work, step.tile, first_key, at);
+        probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(0));
+        row_products<VTile, DOutTile>(s, left_rows<VTile>(shared_address(memory.v), 16 * at.warp), right_rows<DOutTile>(d_out));
+        add_gradient<DOutTile>(d_v, probs, right_columns<DOutTile>(d_out));
+        score_gradients(d_scores, probs, s, terms(1), [&](float d_bias, int j, int h, int n) {
+            if (!HAS_ALIBI) return;
+            const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
+            distances.sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + at.key() + 8 * h), distances.sum);
+        });
+        stage(d_scores);
+        add_gradient<QTile>(d_k, d_scores, right_columns<QTile>(q));
+    }
+
+    DEVICE void compute() {
+        const DQLane d_q_lane;
+        DistanceSum distances;
+        Step step(work);
+        copy_keys(params, work, memory);
+        copy_step(params, work, memory, step);
+#pragma unroll 1
+        for (u32 n = 0; n < work.steps; n++) {
+            cp_async_wait_all();
+            __syncthreads();
+            multiply(step, distances);
+            if (HAS_ALIBI && step.tile == work.unit.first_tile) distances.store(p, step.head, at.warp);
+            // All warps have read the tile, and stored their gradients of scores.
+            __syncthreads();
+            Step next = step;
+            next.advance(p, work);
+            if (n + 1 < work.steps) copy_step(params, work, memory, next);
+            float d_q[D_Q_COLUMNS / 2];
+            d_q_product(d_q, memory, d_q_lane);
+            add_tile(p, work, step, d_q, d_q_lane);
+            step = next;
+        }
+    }
+
+    DEVICE void store() const {
+        store_gradient<HEAD_DIM>(d_k, params.d_k, work, p.head_dim, p.scale, at);
+        store_gradient<VALUE_DIM>(d_v, params.d_v, work, params.value_dim, 1 / PROB_SCALE, at);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ Sm80BackwardParams params) {
+    extern __shared__ __align__(1024) u8 bytes[];
+    BackwardMemory& memory = *(BackwardMemory*)bytes;
+    const Work work(params.backward);
+    KeyWarps keys(params, work, memory);
+    if (work.steps) keys.compute();
+    keys.store();
+}

@@ -1,0 +1,77 @@
+//! The backward pass by `mma.sync`, for compute capability 8.0 and later.
+
+use super::schedule::{BackwardSchedule, UnitShape};
+use crate::plan::{CudaFacts, NATIVE_CAPABILITY};
+use flashtile_core::dtype::Dtype;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::{Dims, Problem};
+
+/// Keys of a block of threads: 16 a warp.
+pub(crate) const BLOCK_KEYS: usize = 128;
+
+/// Largest head dimension.
+const MAX_DIM: usize = 128;
+
+/// The plan of a problem.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Sm80Backward {
+    pub(crate) dtype: Dtype,
+    /// Value dimension, rounded up.
+    pub(crate) value_dim: usize,
+    pub(crate) schedule: BackwardSchedule,
+}
+
+impl Sm80Backward {
+    /// Why a device or these kernels do not compute a problem, if they do not.
+    pub(super) fn lacks(problem: &Problem, facts: &CudaFacts) -> Option<&'static str> {
+        let dims = problem.dims();
+        if facts.capability < NATIVE_CAPABILITY {
+            return Some("native backward kernels need compute capability 8.0");
+        }
+        if dims.head_dim.max(dims.value_dim) > MAX_DIM {
+            return Some("native backward kernels have head dimensions up to 128 only");
+        }
+        shape(dims, facts.shared_per_block)
+            .is_none()
+            .then_some("the device has less shared memory than native backward kernels take")
+    }
+
+    pub(super) fn new(problem: &Problem, facts: &CudaFacts) -> Result<Self, Unsupported> {
+        let dims = problem.dims();
+        let (shape, value_dim) = shape(dims, facts.shared_per_block)
+            .ok_or(Unsupported::Backward { why: "the device has too little shared memory" })?;
+        Ok(Self { dtype: problem.dtype(), value_dim, schedule: BackwardSchedule::new(problem, shape)? })
+    }
+
+    /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-mma{rows of a tile}x{keys of a block}`, and what it does to scores.
+    pub(super) fn kernel(&self) -> String {
+        let Self { dtype, value_dim, schedule: BackwardSchedule { shape, score_mod, .. } } = self;
+        let UnitShape { keys, rows, columns } = shape;
+        let dims = if columns == value_dim { columns.to_string() } else { format!("{columns}x{value_dim}") };
+        format!("cuda-backward-{dtype}-d{dims}-mma{rows}x{keys}{}", score_mod.suffix())
+    }
+
+    /// Bytes of shared memory of a block of threads.
+    pub(crate) const fn shared_bytes(&self) -> usize {
+        shared_bytes(self.schedule.shape, self.value_dim)
+    }
+}
+
+/// Bytes of shared memory: keys and values, a tile of queries and one of `d_out`, gradients of scores, terms of rows.
+const fn shared_bytes(shape: UnitShape, value_dim: usize) -> usize {
+    let UnitShape { keys, rows, columns } = shape;
+    2 * (keys + rows) * (columns + value_dim) + 2 * keys * rows + 2 * 4 * rows
+}
+
+/// The largest tile that fits, and the value dimension rounded up. A warp has 16 rows and 16, 32 or more columns of a tile of `d_q`.
+fn shape(dims: &Dims, shared_per_block: usize) -> Option<(UnitShape, usize)> {
+    let widest = dims.head_dim.max(dims.value_dim);
+    let tile_rows: &[usize] = if widest <= 64 { &[128, 64] } else { &[64, 32] };
+    tile_rows.iter().find_map(|&rows| {
+        let column_warps = BLOCK_KEYS / rows;
+        let columns = dims.head_dim.next_multiple_of(32.max(16 * column_warps));
+        let value_dim = dims.value_dim.next_multiple_of(32);
+        let shape = UnitShape { keys: BLOCK_KEYS, rows, columns };
+        (shared_bytes(shape, value_dim) <= shared_per_block).then_some((shape, value_dim))
+    })
+}
