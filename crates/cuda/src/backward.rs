@@ -218,26 +218,28 @@ impl Tensors {
     /// The parameters of the kernel by `mma.sync`, where every row starts on 16 bytes.
     fn sm80(&self, backward: BackwardParams, value_dim: usize) -> Option<Sm80BackwardParams> {
         let Self { q, k, v, out, d_out, d_q, d_k, d_v } = self;
-        [q, k, v, out, d_out, d_q, d_k, d_v].iter().all(|tensor| tensor.is_vector()).then(|| {
-            Sm80BackwardParams {
-                backward,
-                q: q.tensor,
-                k: k.tensor,
-                v: v.tensor,
-                d_out: d_out.tensor,
-                d_k: d_k.tensor,
-                d_v: d_v.tensor,
-                value_dim: value_dim as u32,
-                unused: 0,
-            }
+        let all = [q, k, v, out, d_out, d_q, d_k, d_v];
+        if !all.iter().all(|tensor| tensor.is_vector()) {
+            return None;
+        }
+        Some(Sm80BackwardParams {
+            backward,
+            q: q.tensor,
+            k: k.tensor,
+            v: v.tensor,
+            d_out: d_out.tensor,
+            d_k: d_k.tensor,
+            d_v: d_v.tensor,
+            value_dim: value_dim as u32,
+            unused: 0,
         })
     }
 }
 
 /// The parameters of the main kernel.
 enum MainParams {
-    Sm80(Sm80BackwardParams),
-    Sm90(Sm90BackwardParams),
+    Sm80(Box<Sm80BackwardParams>),
+    Sm90(Box<Sm90BackwardParams>),
 }
 
 /// The parameters of a run.
@@ -303,8 +305,12 @@ impl Native {
             backward.distance_sums = scratch + regions.distance_sums as u64;
         }
         let main = match plan {
-            NativeBackward::Sm80(_) => tensors.sm80(backward, dims.value_dim).map(MainParams::Sm80),
-            NativeBackward::Sm90(_) => tensors.sm90(backward, schedule.shape.rows / 2).map(MainParams::Sm90),
+            NativeBackward::Sm80(_) => {
+                tensors.sm80(backward, dims.value_dim).map(|params| MainParams::Sm80(Box::new(params)))
+            }
+            NativeBackward::Sm90(_) => tensors
+                .sm90(backward, schedule.shape.rows / 2)
+                .map(|params| MainParams::Sm90(Box::new(params))),
         };
         let Some(main) = main else { return Ok(None) };
         let prepare = PrepareParams {
@@ -388,8 +394,12 @@ impl Native {
             // SAFETY: as above; maps describe the views, and units cover rows and keys of the problem alone.
             unsafe {
                 match &params.main {
-                    MainParams::Sm80(params) => self.backward.launch(stream, grid(SM80_THREADS), params)?,
-                    MainParams::Sm90(params) => self.backward.launch(stream, grid(SM90_THREADS), params)?,
+                    MainParams::Sm80(params) => {
+                        self.backward.launch(stream, grid(SM80_THREADS), &**params)?
+                    }
+                    MainParams::Sm90(params) => {
+                        self.backward.launch(stream, grid(SM90_THREADS), &**params)?
+                    }
                 }
             }
         }

@@ -98,7 +98,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// The same device with other facts for the planner: with fewer multiprocessors, or without `wgmma`, to measure one kernel beside another. Kernels
+    /// This device with other facts for the planner: with fewer multiprocessors, or without `wgmma`, to measure one kernel beside another. Kernels
     /// that the device cannot run are errors when they are loaded.
     #[must_use]
     pub fn with_facts(&self, change: impl FnOnce(&mut CudaFacts)) -> Self {

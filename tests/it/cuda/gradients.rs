@@ -39,6 +39,9 @@ fn large() -> Vec<Case> {
             .alibi()
             .sinks()
             .at(QOffset::At(2000)),
+        case("wide", [1, 4, 2, 300, 500, 256, 256], Dtype::BF16).softcap(20.0).causal(QOffset::BottomRight),
+        case("wide_alibi", [1, 4, 4, 200, 300, 256, 200], Dtype::F16).alibi().sinks(),
+        case("like_mla", [1, 2, 2, 400, 400, 192, 128], Dtype::BF16).causal(QOffset::TopLeft),
         case("chunks", [1, 4, 2, 900, 900, 128, 128], Dtype::BF16).seeing(Visibility::causal().chunked(300)),
     ]
 }

@@ -38,7 +38,7 @@ mod work_tile;
 
 pub use backward::CudaBackwardPlan;
 pub(crate) use backward::{
-    BackwardSequence, BackwardTileUnits, BackwardUnit, NativeBackward, ScoreMod, UnitShape,
+    BackwardSequence, BackwardTileUnits, BackwardUnit, NativeBackward, ScoreMod, UnitShape, column_warps,
 };
 pub(crate) use cuda_plan::PlannedKernels;
 pub use cuda_plan::{CudaPlan, CudaTile};

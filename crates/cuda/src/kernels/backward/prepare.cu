@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare(const __gr
         if (!is_row) continue;
         const float sink = more.sinks ? sink_term(((const float*)more.sinks)[head], lse, sum) : 0;
         sinks += sink;
-        // The gradients of a row's scores add up to those of its logsumexp and its sink.
+        // The gradients of a row's scores add up to the gradient of its logsumexp and the term of its sink.
         if (distance > 0 && lse != -INF) shifts += distance * (sink + d_lse);
     }
     if (more.d_sinks) {

@@ -26,7 +26,7 @@ DEVICE void score_mod(float (&s)[TILE_SCORES], u32 (&factors)[TILE_WORDS], const
     const i32 first = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()), key = first_key + (i32)at.key();
     const float slope = HAS_ALIBI ? alibi_slope(p, work.unit.sequence, step.query_head(p, work)) * LOG2E : 0;
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 8; j++) {
+    for (int j = 0; j < WARP_M / 8; j++) {
         float derivatives[2][2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -72,7 +72,7 @@ DEVICE void hide_scores(float (&s)[TILE_SCORES], const BackwardParams& p, const 
 // PROB_SCALE exp2(scale s - lse) of a tile, rounded; lse is in units of log2.
 DEVICE void probabilities(u32 (&probs)[TILE_WORDS], const float (&s)[TILE_SCORES], float scale, u32 neg_lse) {
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 8; j++) {
+    for (int j = 0; j < WARP_M / 8; j++) {
         const float2 lse = ld_shared_pair(neg_lse + 32 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -87,7 +87,7 @@ template <typename AddBias>
 DEVICE void score_gradients(u32 (&d_scores)[TILE_WORDS], const u32 (&probs)[TILE_WORDS], const float (&d_probs)[TILE_SCORES], u32 deltas,
                             AddBias add_bias) {
 #pragma unroll
-    for (int j = 0; j < BLOCK_M / 8; j++) {
+    for (int j = 0; j < WARP_M / 8; j++) {
         const float2 delta = ld_shared_pair(deltas + 32 * j);
 #pragma unroll
         for (int h = 0; h < 2; h++) {

@@ -1,6 +1,7 @@
 // Which keys a query position sees, and ALiBi's biases.
 //
-// Constants of all kernels of the backward pass, which the host prints: DTYPE; BLOCK_M, BLOCK_N and UNIT_BLOCKS (steps.cuh); HAS_SOFTCAP, HAS_ALIBI
+// Constants of all kernels of the backward pass, which the host prints: DTYPE; BLOCK_M, BLOCK_N and UNIT_BLOCKS (steps.cuh); UNIT_WARPS, the warps of a unit
+// that have keys; COLUMN_WARPS (lanes.cuh); HAS_SOFTCAP, HAS_ALIBI
 // and HAS_CHUNKS, without any of which scores stay products q . k until exp2, as in forward.
 
 constexpr bool HAS_SCORE_MOD = HAS_SOFTCAP || HAS_ALIBI || HAS_CHUNKS;
@@ -39,6 +40,3 @@ DEVICE float alibi_slope(const BackwardParams& p, u32 sequence, u32 head) {
 DEVICE float alibi_distance(const BackwardParams& p, const BackwardSequence& s, i32 position, i32 key) {
     return fabsf((float)(key - visible_keys(p, s, position).nearest(position)));
 }
-
-// Warps of a unit that have keys: each sums gradients of biases times distances of a query head.
-constexpr u32 UNIT_WARPS = UNIT_BLOCKS * BLOCK_N / 16;

@@ -1,7 +1,7 @@
 // The backward pass of attention by mma.sync: d_q, d_k and d_v in five products, with the same bits in every run.
 //
-// A block of threads has BLOCK_N keys of a key/value head, 16 a warp, and goes through the tiles of query rows that see them. d_k and d_v stay in
-// registers. Each tile of d_q is added to sums in memory, in turn: steps.cuh has the order. A step computes
+// A block of threads has BLOCK_N keys of a key/value head and goes through the tiles of query rows that see them. Each warp has 16 keys, or each two
+// warps where rows are long (lanes.cuh). d_k and d_v stay in registers. Each tile of d_q is added to sums in memory, in turn: steps.cuh has the order. A step computes
 //
 //   S = K Q^T,  P = exp(scale S - lse)
 //   dP = V dO^T,  dV += P dO
@@ -11,17 +11,21 @@
 //
 // Constants in addition: HEAD_DIM and VALUE_DIM, head dimensions rounded up to multiples of 32.
 
-constexpr int WARPS = BLOCK_N / 16, THREADS = 32 * WARPS;
+constexpr int WARPS = KEY_WARPS * COLUMN_WARPS, THREADS = 32 * WARPS;
+// Columns of d_k and d_v of a warp.
+constexpr int K_COLUMNS = HEAD_DIM / COLUMN_WARPS, V_COLUMNS = VALUE_DIM / COLUMN_WARPS;
+static_assert(UNIT_WARPS == WARPS);
 
 typedef SwizzledTile<HEAD_DIM, BLOCK_N, 2> KTile;
 typedef SwizzledTile<VALUE_DIM, BLOCK_N, 2> VTile;
 typedef SwizzledTile<HEAD_DIM, BLOCK_M, 2> QTile;
 typedef SwizzledTile<VALUE_DIM, BLOCK_M, 2> DOutTile;
-// Gradients of scores: a row for each key.
+// Gradients of scores, and probabilities where two warps have the same keys: a row for each key.
 typedef SwizzledTile<BLOCK_M, BLOCK_N, 2> DScoreTile;
+constexpr int STAGED = COLUMN_WARPS;
 
 struct BackwardMemory {
-    u8 k[KTile::BYTES], v[VTile::BYTES], q[QTile::BYTES], d_out[DOutTile::BYTES], d_scores[DScoreTile::BYTES];
+    u8 k[KTile::BYTES], v[VTile::BYTES], q[QTile::BYTES], d_out[DOutTile::BYTES], staged[STAGED][DScoreTile::BYTES];
     // `-lse` in units of log2, and delta, of each row.
     float rows[2][BLOCK_M];
 };
@@ -85,7 +89,7 @@ DEVICE void add_products(float* c, const u32 (&a)[4], const u32 (&b)[4]) {
     mma_m16n8k16<DTYPE>(*(float(*)[4])(c + 4), a, b[2], b[3]);
 }
 
-// c = a b^T of this warp's 16 keys and the rows of a tile.
+// c = a b^T of this warp's 16 keys and its rows of a tile.
 template <typename A, typename B>
 DEVICE void row_products(float (&c)[TILE_SCORES], u32 a, u32 b) {
 #pragma unroll
@@ -95,23 +99,25 @@ DEVICE void row_products(float (&c)[TILE_SCORES], u32 a, u32 b) {
         u32 x[4], y[4];
         ldmatrix_x4(x, A::pair(a, step));
 #pragma unroll
-        for (int n = 0; n < BLOCK_M / 16; n++) {
+        for (int n = 0; n < WARP_M / 16; n++) {
             ldmatrix_x4(y, B::pair(b, step) + n * 16 * B::PANEL);
             add_products(c + 8 * n, x, y);
         }
     }
 }
 
-// c += a b over the query rows of a tile.
-template <typename B>
-DEVICE void add_gradient(float (&c)[B::COLUMNS / 2], const u32 (&a)[TILE_WORDS], u32 b) {
+// c += a b over the query rows of a tile, for columns of b from 16 `first` on. The left operand is in registers, or its rows are at `staged`.
+template <typename B, int COLUMNS>
+DEVICE void add_gradient(float (&c)[COLUMNS / 2], const u32 (&a)[TILE_WORDS], u32 staged, u32 b, u32 first) {
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 16; i++) {
-        const u32 x[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
+        u32 x[4];
+        if constexpr (COLUMN_WARPS > 1) ldmatrix_x4(x, DScoreTile::pair(staged, i));
+        else x[0] = a[4 * i], x[1] = a[4 * i + 1], x[2] = a[4 * i + 2], x[3] = a[4 * i + 3];
 #pragma unroll
-        for (int n = 0; n < B::COLUMNS / 16; n++) {
+        for (int n = 0; n < COLUMNS / 16; n++) {
             u32 y[4];
-            ldmatrix_x4_trans(y, B::pair(b, n) + i * 16 * B::PANEL);
+            ldmatrix_x4_trans(y, B::pair(b, first + n) + i * 16 * B::PANEL);
             add_products(c + 8 * n, x, y);
         }
     }
@@ -133,7 +139,7 @@ struct DQLane {
 };
 
 DEVICE void d_q_product(float (&d_q)[D_Q_COLUMNS / 2], const BackwardMemory& memory, const DQLane& at) {
-    const u32 d_scores = DScoreTile::pair(left_columns<DScoreTile>(shared_address(memory.d_scores)), at.row_warp);
+    const u32 d_scores = DScoreTile::pair(left_columns<DScoreTile>(shared_address(memory.staged[0])), at.row_warp);
     const u32 keys = right_columns<KTile>(shared_address(memory.k)), first = at.column_warp * (D_Q_COLUMNS / 16);
 #pragma unroll
     for (int i = 0; i < D_Q_COLUMNS / 2; i++) d_q[i] = 0;
@@ -194,7 +200,7 @@ DEVICE void add_tile(const BackwardParams& p, const Work& work, const Step& step
 
 // ---- keys
 
-// Stores a gradient of this warp's keys, times `factor`.
+// Stores this warp's columns of a gradient, times `factor`.
 template <int COLUMNS>
 DEVICE void store_gradient(const float (&c)[COLUMNS / 2], const Tensor& tensor, const Work& work, u32 columns, float factor, const KeyLane& at) {
     const BackwardSequence& s = work.sequence;
@@ -202,7 +208,7 @@ DEVICE void store_gradient(const float (&c)[COLUMNS / 2], const Tensor& tensor, 
     u8* to = (u8*)tensor.at + (i64)(s.batch * tensor.batch + work.unit.kv_head * tensor.head + (s.kv_start + key) * tensor.row);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
-        const u32 column = 8 * j + at.column();
+        const u32 column = at.half() * COLUMNS + 8 * j + 2 * (at.lane % 4);
         if (column >= columns) continue;
         for (int h = 0; h < 2; h++)
             if (key + 8 * h < s.kv_rows)
@@ -216,45 +222,60 @@ struct KeyWarps {
     const Work& work;
     BackwardMemory& memory;
     const KeyLane at;
-    float d_k[HEAD_DIM / 2], d_v[VALUE_DIM / 2];
+    float d_k[K_COLUMNS / 2], d_v[V_COLUMNS / 2];
 
     DEVICE KeyWarps(const Sm80BackwardParams& params, const Work& work, BackwardMemory& memory)
         : params(params), p(params.backward), work(work), memory(memory) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) d_k[i] = 0;
+        for (int i = 0; i < K_COLUMNS / 2; i++) d_k[i] = 0;
 #pragma unroll
-        for (int i = 0; i < VALUE_DIM / 2; i++) d_v[i] = 0;
+        for (int i = 0; i < V_COLUMNS / 2; i++) d_v[i] = 0;
     }
 
     DEVICE u32 terms(int which) const { return shared_address(memory.rows[which]) + 4 * at.column(); }
 
-    // Stores the gradients of scores, a row for each key.
-    DEVICE void stage(const u32 (&d_scores)[TILE_WORDS]) const {
-        const u32 to = shared_address(memory.d_scores) + 2 * at.column();
+    // Stores probabilities or gradients of scores, a row for each key.
+    DEVICE void stage(u8* tile, const u32 (&words)[TILE_WORDS]) const {
+        const u32 to = shared_address(tile) + 4 * (at.lane % 4), first = at.half() * (WARP_M / 8);
 #pragma unroll
-        for (int j = 0; j < BLOCK_M / 8; j++)
-            for (int h = 0; h < 2; h++) st_shared4(to + DScoreTile::chunk(at.key() + 8 * h, j), d_scores[2 * j + h]);
+        for (int j = 0; j < WARP_M / 8; j++)
+            for (int h = 0; h < 2; h++) st_shared4(to + DScoreTile::chunk(at.key() + 8 * h, first + j), words[2 * j + h]);
     }
 
-    // The products of a step for this warp's keys.
+    // Adds to this warp's columns of d_v or d_k the product with d_out or q.
+    template <typename B, int COLUMNS>
+    DEVICE void add_rows(float (&c)[COLUMNS / 2], const u32 (&words)[TILE_WORDS], const u8* staged, u32 b) const {
+        const u32 rows = left_rows<DScoreTile>(shared_address(staged), at.key() - at.lane / 4);
+        add_gradient<B, COLUMNS>(c, words, rows, right_columns<B>(b), at.half() * (COLUMNS / 16));
+    }
+
+    // The products of a step for this warp's keys. Afterwards all warps have read the tile, and stored their gradients of scores.
     DEVICE void multiply(const Step& step, DistanceSum& distances) {
-        const u32 first_key = work.first_key(0);
+        const u32 first_key = work.first_key(0), own_row = at.key() - at.lane / 4, queries = at.half() * WARP_M;
         const u32 q = shared_address(memory.q), d_out = shared_address(memory.d_out);
         float s[TILE_SCORES];
         u32 probs[TILE_WORDS], d_scores[TILE_WORDS];
-        row_products<KTile, QTile>(s, left_rows<KTile>(shared_address(memory.k), 16 * at.warp), right_rows<QTile>(q));
+        row_products<KTile, QTile>(s, left_rows<KTile>(shared_address(memory.k), own_row), right_rows<QTile>(q) + queries * QTile::PANEL);
         if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
         else hide_scores(s, p, work, step.tile, first_key, at);
         probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(0));
-        row_products<VTile, DOutTile>(s, left_rows<VTile>(shared_address(memory.v), 16 * at.warp), right_rows<DOutTile>(d_out));
-        add_gradient<DOutTile>(d_v, probs, right_columns<DOutTile>(d_out));
+        row_products<VTile, DOutTile>(s, left_rows<VTile>(shared_address(memory.v), own_row),
+                                      right_rows<DOutTile>(d_out) + queries * DOutTile::PANEL);
+        u8* const staged_probs = memory.staged[STAGED - 1];
+        if (COLUMN_WARPS > 1) stage(staged_probs, probs);
+        else add_rows<DOutTile, V_COLUMNS>(d_v, probs, staged_probs, d_out);
         score_gradients(d_scores, probs, s, terms(1), [&](float d_bias, int j, int h, int n) {
             if (!HAS_ALIBI) return;
             const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
             distances.sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + at.key() + 8 * h), distances.sum);
         });
-        stage(d_scores);
-        add_gradient<QTile>(d_k, d_scores, right_columns<QTile>(q));
+        stage(memory.staged[0], d_scores);
+        if (COLUMN_WARPS > 1) {
+            __syncthreads();
+            add_rows<DOutTile, V_COLUMNS>(d_v, probs, staged_probs, d_out);
+        }
+        add_rows<QTile, K_COLUMNS>(d_k, d_scores, memory.staged[0], q);
+        __syncthreads();
     }
 
     DEVICE void compute() {
@@ -269,8 +290,6 @@ struct KeyWarps {
             __syncthreads();
             multiply(step, distances);
             if (HAS_ALIBI && step.tile == work.unit.first_tile) distances.store(p, step.head, at.warp);
-            // All warps have read the tile, and stored their gradients of scores.
-            __syncthreads();
             Step next = step;
             next.advance(p, work);
             if (n + 1 < work.steps) copy_step(params, work, memory, next);
@@ -282,8 +301,8 @@ struct KeyWarps {
     }
 
     DEVICE void store() const {
-        store_gradient<HEAD_DIM>(d_k, params.d_k, work, p.head_dim, p.scale, at);
-        store_gradient<VALUE_DIM>(d_v, params.d_v, work, params.value_dim, 1 / PROB_SCALE, at);
+        store_gradient<K_COLUMNS>(d_k, params.d_k, work, p.head_dim, p.scale, at);
+        store_gradient<V_COLUMNS>(d_v, params.d_v, work, params.value_dim, 1 / PROB_SCALE, at);
     }
 };
 

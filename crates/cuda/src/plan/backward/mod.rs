@@ -12,7 +12,7 @@ use flashtile_gpu::backward::planner::GpuBackwardPlan;
 pub(crate) use schedule::{
     BackwardSchedule, BackwardSequence, BackwardTileUnits, BackwardUnit, ScoreMod, UnitShape,
 };
-pub(crate) use sm80::Sm80Backward;
+pub(crate) use sm80::{Sm80Backward, column_warps};
 pub(crate) use sm90::Sm90Backward;
 use std::fmt;
 
@@ -74,7 +74,7 @@ impl NativeBackward {
         }
     }
 
-    /// What a unit is called.
+    /// The word for units.
     const fn unit_name(&self) -> &'static str {
         match self {
             Self::Sm80(_) => "blocks",
@@ -83,7 +83,7 @@ impl NativeBackward {
     }
 }
 
-/// What native kernels of any device lack of a problem, if they do.
+/// The reason why no native kernel computes a problem, on any device.
 fn lacks(problem: &Problem) -> Option<&'static str> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let furthest = |s: &Sequence| s.q_offset.unsigned_abs() as usize + s.q_len.max(s.kv_len);

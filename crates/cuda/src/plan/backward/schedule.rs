@@ -10,9 +10,6 @@ use flashtile_core::problem::{Problem, Sequence, Sequences};
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Keys of a warp.
-const WARP_KEYS: usize = 16;
-
 /// The largest magnitude of a position, and the bound of a window that hides nothing: sums of them are integers of 32 bits.
 pub(super) const MAX_POSITION: usize = 1 << 29;
 const NO_BOUND: i32 = 1 << 30;
@@ -64,7 +61,7 @@ device_struct! {
     }
 }
 
-/// What a kernel does to scores, besides scaling them and hiding those outside of a window.
+/// Changes that a kernel makes to scores, besides scaling them and hiding those outside of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ScoreMod {
     pub(crate) softcap: bool,
@@ -89,6 +86,8 @@ pub(crate) struct UnitShape {
     pub(crate) rows: usize,
     /// Columns of a tile of `d_q`.
     pub(crate) columns: usize,
+    /// Warps of a unit that have keys.
+    pub(crate) warps: usize,
 }
 
 /// The units of a problem, and what they share.
@@ -162,11 +161,11 @@ impl BackwardSchedule {
             len = (len + bytes).next_multiple_of(256);
             at
         };
-        let UnitShape { keys, rows, columns } = self.shape;
+        let UnitShape { rows, columns, warps, .. } = self.shape;
         let sums = 4 * rows * columns * self.tiles;
         let rows = 4 * self.tiles * rows;
         // Of each warp and query head of a unit.
-        let distances = 4 * keys / WARP_KEYS * self.gqa_group * self.units.len();
+        let distances = 4 * warps * self.gqa_group * self.units.len();
         BackwardRegions {
             units: region(size_of_val(&*self.units)),
             sequences: region(size_of_val(&*self.sequences)),
@@ -315,7 +314,7 @@ mod tests {
         .into()
     }
 
-    const SHAPE: UnitShape = UnitShape { keys: 256, rows: 64, columns: 128 };
+    const SHAPE: UnitShape = UnitShape { keys: 256, rows: 64, columns: 128, warps: 16 };
 
     fn scheduled(problem: &Problem) -> BackwardSchedule {
         BackwardSchedule::new(problem, SHAPE).unwrap()

@@ -6,11 +6,17 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Dims, Problem};
 
-/// Keys of a block of threads: 16 a warp.
-pub(crate) const BLOCK_KEYS: usize = 128;
+/// Warps of a block of threads.
+const WARPS: usize = 8;
+
+/// Keys of a warp.
+const WARP_KEYS: usize = 16;
 
 /// Largest head dimension.
-const MAX_DIM: usize = 128;
+const MAX_DIM: usize = 256;
+
+/// Largest head dimension of which a warp has all columns of `d_k` and `d_v` in registers.
+const MAX_COLUMNS: usize = 128;
 
 /// The plan of a problem.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,7 +35,7 @@ impl Sm80Backward {
             return Some("native backward kernels need compute capability 8.0");
         }
         if dims.head_dim.max(dims.value_dim) > MAX_DIM {
-            return Some("native backward kernels have head dimensions up to 128 only");
+            return Some("native backward kernels have head dimensions up to 256 only");
         }
         shape(dims, facts.shared_per_block)
             .is_none()
@@ -46,7 +52,7 @@ impl Sm80Backward {
     /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-mma{rows of a tile}x{keys of a block}`, and what it does to scores.
     pub(super) fn kernel(&self) -> String {
         let Self { dtype, value_dim, schedule: BackwardSchedule { shape, score_mod, .. } } = self;
-        let UnitShape { keys, rows, columns } = shape;
+        let UnitShape { keys, rows, columns, .. } = shape;
         let dims = if columns == value_dim { columns.to_string() } else { format!("{columns}x{value_dim}") };
         format!("cuda-backward-{dtype}-d{dims}-mma{rows}x{keys}{}", score_mod.suffix())
     }
@@ -57,21 +63,31 @@ impl Sm80Backward {
     }
 }
 
-/// Bytes of shared memory: keys and values, a tile of queries and one of `d_out`, gradients of scores, terms of rows.
+/// Bytes of shared memory: keys and values, a tile of queries and one of `d_out`, gradients of scores (and probabilities, where two warps have the same
+/// keys), terms of rows.
 const fn shared_bytes(shape: UnitShape, value_dim: usize) -> usize {
-    let UnitShape { keys, rows, columns } = shape;
-    2 * (keys + rows) * (columns + value_dim) + 2 * keys * rows + 2 * 4 * rows
+    let UnitShape { keys, rows, columns, .. } = shape;
+    2 * (keys + rows) * (columns + value_dim) + 2 * column_warps(shape) * keys * rows + 2 * 4 * rows
 }
 
-/// The largest tile that fits, and the value dimension rounded up. A warp has 16 rows and 16, 32 or more columns of a tile of `d_q`.
+/// Warps that have the same keys.
+pub(crate) const fn column_warps(shape: UnitShape) -> usize {
+    shape.warps * WARP_KEYS / shape.keys
+}
+
+/// The largest tile that fits, and the value dimension rounded up. A warp has 16 rows and a multiple of 16 columns of a tile of `d_q`.
 fn shape(dims: &Dims, shared_per_block: usize) -> Option<(UnitShape, usize)> {
     let widest = dims.head_dim.max(dims.value_dim);
-    let tile_rows: &[usize] = if widest <= 64 { &[128, 64] } else { &[64, 32] };
+    let (keys, tile_rows): (usize, &[usize]) = match widest {
+        0..=64 => (128, &[128, 64]),
+        65..=MAX_COLUMNS => (128, &[64, 32]),
+        _ => (64, &[64]),
+    };
     tile_rows.iter().find_map(|&rows| {
-        let column_warps = BLOCK_KEYS / rows;
-        let columns = dims.head_dim.next_multiple_of(32.max(16 * column_warps));
+        let d_q_warps = WARPS * 16 / rows;
+        let columns = dims.head_dim.next_multiple_of(32.max(16 * d_q_warps));
         let value_dim = dims.value_dim.next_multiple_of(32);
-        let shape = UnitShape { keys: BLOCK_KEYS, rows, columns };
+        let shape = UnitShape { keys, rows, columns, warps: WARPS };
         (shared_bytes(shape, value_dim) <= shared_per_block).then_some((shape, value_dim))
     })
 }

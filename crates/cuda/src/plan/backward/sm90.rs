@@ -45,21 +45,21 @@ impl Sm90Backward {
     pub(crate) fn new(problem: &Problem) -> Result<Self, Unsupported> {
         let dims = problem.dims();
         let columns = if dims.head_dim.max(dims.value_dim) <= 64 { 64 } else { 128 };
-        let shape = UnitShape { keys: CLUSTER_KEYS, rows: TILE_ELEMENTS / columns, columns };
+        let shape = UnitShape { keys: CLUSTER_KEYS, rows: TILE_ELEMENTS / columns, columns, warps: 16 };
         Ok(Self { dtype: problem.dtype(), schedule: BackwardSchedule::new(problem, shape)? })
     }
 
     /// Name of the main kernel: `cuda-backward-{dtype}-d{columns}-wgmma{rows of a tile}x{keys of a cluster}`, and what it does to scores.
     pub(super) fn kernel(&self) -> String {
         let Self { dtype, schedule: BackwardSchedule { shape, score_mod, .. } } = self;
-        let UnitShape { keys, rows, columns } = shape;
+        let UnitShape { keys, rows, columns, .. } = shape;
         format!("cuda-backward-{dtype}-d{columns}-wgmma{rows}x{keys}{}", score_mod.suffix())
     }
 
     /// Bytes of shared memory of a block: keys and values and the peer's keys, two stages of queries and `d_out`, gradients of scores, half of a tile
     /// of `d_q`, terms of rows, barriers.
     pub(crate) const fn shared_bytes(&self) -> usize {
-        let UnitShape { keys, rows, columns } = self.schedule.shape;
+        let UnitShape { keys, rows, columns, .. } = self.schedule.shape;
         let keys = keys / 2;
         let kv = 3 * 2 * keys * columns;
         let stages = 2 * 2 * 2 * TILE_ELEMENTS;
