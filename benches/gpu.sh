@@ -180,6 +180,9 @@ if wants backward; then
         done
         compare backward "backward $d 4096 1 32 8" backward --head-dim $d --heads 32 --kv-heads 8 --seq 4096
     done
+    # Kernels by mma.sync, which devices before Hopper take, on any device.
+    for d in 64 128; do compare backward "" backward --head-dim $d --heads 16 --seq 4096 --tile 8,1,1,64,2,1,0; done
+    compare backward "backward 256 4096 1 8" backward --head-dim 256 --heads 8 --seq 4096
     dtype=f16 compare backward "" backward --head-dim 128 --heads 16 --seq 4096
     dtype=f32 compare backward "" backward --head-dim 64 --heads 16 --seq 2048
 fi

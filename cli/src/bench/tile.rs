@@ -1,10 +1,10 @@
 //! Tiles of CUDA kernels as text, for `bench --tile`.
 
 use crate::failure::{Failure, Result};
-use flashtile::plan::{AnyFacts, AnyPlan, CudaFacts, CudaTile, PortableTile, Sm80Tile, Sm90Tile};
+use flashtile::plan::{AnyFacts, AnyPlan, CudaFacts, CudaTile, NativeTile, PortableTile, Sm80Tile, Sm90Tile};
 use flashtile::{CudaPlan, PlanOptions, Problem};
 
-/// A plan with a tile that the planner does not choose.
+/// A plan with a tile that the planner does not choose. With a tile of `mma.sync` its backward pass, too, has kernels without `wgmma`.
 ///
 /// # Errors
 /// If the facts are not a CUDA device's, or no kernel has the tile.
@@ -15,9 +15,10 @@ pub(super) fn plan(
     tile: CudaTile,
 ) -> Result<AnyPlan> {
     let only = || Failure::at("--tile", "applies to the cuda backend only");
-    let facts: &CudaFacts = facts.of().ok_or_else(only)?;
-    let plan = CudaPlan::with_tile(problem, facts, options, tile).map_err(Failure::new)?;
-    Ok(AnyPlan::new(*facts, plan))
+    let mut facts: CudaFacts = *facts.of().ok_or_else(only)?;
+    facts.wgmma &= !matches!(tile, CudaTile::Native(NativeTile::Sm80(_)));
+    let plan = CudaPlan::with_tile(problem, &facts, options, tile).map_err(Failure::new)?;
+    Ok(AnyPlan::new(facts, plan))
 }
 
 /// Parses a tile:

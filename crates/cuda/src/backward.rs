@@ -7,9 +7,10 @@ use super::error::CudaError;
 use super::params::{BackwardParams, PrepareParams, Sm80BackwardParams, Sm90BackwardParams, Tensor};
 use super::sources::Source;
 use super::tma::{Boxes, RaggedMap, TensorMap};
-use crate::plan::{CudaBackwardPlan, NativeBackward};
+use crate::plan::{CudaBackwardPlan, NativeBackward, UnitShape};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::alibi_stride;
+use flashtile_core::problem::ProblemDesc;
 use flashtile_core::scoring::log2_factors;
 use flashtile_gpu::backward::tensors::{GpuBackwardInputs, GpuGradients};
 use flashtile_gpu::engine::PreparedPortableBackward;
@@ -19,13 +20,10 @@ use flashtile_kernel::{HostAccess, ScalarType, View, ViewMut};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
-/// Threads of a block of the kernels.
-const SM80_THREADS: usize = 256;
-const SM90_THREADS: usize = 512;
+/// Threads of a block of the kernels that compute terms of rows.
 const PREPARE_THREADS: usize = 256;
 
-/// Keys of a block, and rows of a store of `d_k` and `d_v`, on compute capability 9.0.
-const BLOCK_KEYS: usize = 128;
+/// Rows of a store of `d_k` and `d_v` on compute capability 9.0.
 const STORED_KEYS: usize = 64;
 
 /// A backward plan on a device.
@@ -41,8 +39,9 @@ pub struct PreparedCudaBackward {
 #[derive(Debug)]
 struct Native {
     prepare: Arc<Function>,
-    sum_sinks: Arc<Function>,
-    sum_slopes: Arc<Function>,
+    /// Sums for gradients that only some problems have.
+    sum_sinks: Option<Arc<Function>>,
+    sum_slopes: Option<Arc<Function>>,
     backward: Arc<Function>,
     scratch: Memory,
     /// True if the plan's lists have reached the device, as far as is known.
@@ -57,7 +56,8 @@ fn bytes_of<T>(values: &[T]) -> &[u8] {
 
 impl PreparedCudaBackward {
     pub(super) fn new(cuda: &Cuda, gpu: &Gpu, plan: CudaBackwardPlan) -> Result<Self, CudaError> {
-        let native = plan.native().map(|native| Native::new(cuda, gpu, native)).transpose()?;
+        let native = plan.native().map(|native| Native::new(cuda, gpu, plan.problem().desc(), native));
+        let native = native.transpose()?;
         let mut new = Self { plan, native, portable: None };
         if new.native.is_none() {
             new.portable(gpu)?;
@@ -188,11 +188,12 @@ impl Tensors {
 }
 
 impl Tensors {
-    /// The parameters of the kernel for compute capability 9.0, where TMA can copy the tensors in tiles of twice `half` query rows.
-    fn sm90(&self, backward: BackwardParams, half: usize) -> Option<Sm90BackwardParams> {
+    /// The parameters of the kernel for compute capability 9.0, where TMA can copy the tensors. Each block of a cluster copies half of its rows.
+    fn sm90(&self, backward: BackwardParams, shape: UnitShape) -> Option<Sm90BackwardParams> {
+        let (half, keys) = (shape.rows / 2, shape.keys / 2);
         let Self { q, k, v, out, d_out, d_q, d_k, d_v } = self;
         let (q, d_out) = (q.map(half)?, d_out.map(half)?);
-        let (k, v) = (k.map(BLOCK_KEYS)?, v.map(BLOCK_KEYS)?);
+        let (k, v) = (k.map(keys)?, v.map(keys)?);
         let (d_k, d_v) = (d_k.map(STORED_KEYS)?, d_v.map(STORED_KEYS)?);
         if !out.is_vector() || !d_q.is_vector() {
             return None;
@@ -249,12 +250,12 @@ struct Params {
 }
 
 impl Native {
-    fn new(cuda: &Cuda, gpu: &Gpu, plan: &NativeBackward) -> Result<Self, CudaError> {
+    fn new(cuda: &Cuda, gpu: &Gpu, desc: &ProblemDesc, plan: &NativeBackward) -> Result<Self, CudaError> {
         let rows = |name| cuda.function(Source::backward_prepare(plan), name, 0);
         Ok(Self {
             prepare: rows("prepare")?,
-            sum_sinks: rows("sum_sinks")?,
-            sum_slopes: rows("sum_slopes")?,
+            sum_sinks: desc.sinks.then(|| rows("sum_sinks")).transpose()?,
+            sum_slopes: desc.alibi.then(|| rows("sum_slopes")).transpose()?,
             backward: cuda.function(Source::backward(plan), "backward", plan.shared_bytes())?,
             scratch: Memory::uninit(gpu.context(), ScalarType::U8, plan.schedule().regions().len.max(256))?,
             is_written: false,
@@ -292,7 +293,8 @@ impl Native {
             view.map_or(Ok(0), |view| list(name, view.memory(), view.span()))
         };
         let written = |name, view: &Option<ViewMut<'_, Memory>>| {
-            view.as_ref().map_or(Ok(0), |view| list(name, view.memory(), view.span()))
+            let view = view.as_ref().filter(|view| !view.is_empty());
+            view.map_or(Ok(0), |view| list(name, view.memory(), view.span()))
         };
         let (schedule, dims) = (plan.schedule(), of.problem().dims());
         let (scratch, regions) = (self.scratch.address(), schedule.regions());
@@ -308,9 +310,9 @@ impl Native {
             NativeBackward::Sm80(_) => {
                 tensors.sm80(backward, dims.value_dim).map(|params| MainParams::Sm80(Box::new(params)))
             }
-            NativeBackward::Sm90(_) => tensors
-                .sm90(backward, schedule.shape.rows / 2)
-                .map(|params| MainParams::Sm90(Box::new(params))),
+            NativeBackward::Sm90(_) => {
+                tensors.sm90(backward, schedule.shape).map(|params| MainParams::Sm90(Box::new(params)))
+            }
         };
         let Some(main) = main else { return Ok(None) };
         let prepare = PrepareParams {
@@ -358,7 +360,7 @@ impl Native {
             scale_log2: scale * LOG2_E,
             hidden: if scale < 0.0 { f32::INFINITY } else { f32::NEG_INFINITY },
             softcap: factors.softcap.unwrap_or(0.0),
-            softcap_scale: 2.0 * LOG2_E * factors.scale,
+            softcap_scale: factors.scale,
             q_heads: dims.q_heads as u32,
             group: dims.gqa_group() as u32,
             head_dim: dims.head_dim as u32,
@@ -386,29 +388,25 @@ impl Native {
         };
         rows(&self.prepare, [schedule.most_tiles, heads, schedule.sequences.len()])?;
         if !schedule.units.is_empty() {
-            let grid = |threads| Grid {
+            let grid = Grid {
                 blocks: [plan.unit_blocks() * schedule.units.len(), 1, 1],
-                threads,
+                threads: plan.threads(),
                 shared: plan.shared_bytes(),
             };
             // SAFETY: as above; maps describe the views, and units cover rows and keys of the problem alone.
             unsafe {
                 match &params.main {
-                    MainParams::Sm80(params) => {
-                        self.backward.launch(stream, grid(SM80_THREADS), &**params)?
-                    }
-                    MainParams::Sm90(params) => {
-                        self.backward.launch(stream, grid(SM90_THREADS), &**params)?
-                    }
+                    MainParams::Sm80(params) => self.backward.launch(stream, grid, &**params)?,
+                    MainParams::Sm90(params) => self.backward.launch(stream, grid, &**params)?,
                 }
             }
         }
-        if prepare.d_sinks != 0 {
-            rows(&self.sum_sinks, [heads, 1, 1])?;
+        if let (Some(sum_sinks), true) = (&self.sum_sinks, prepare.d_sinks != 0) {
+            rows(sum_sinks, [heads, 1, 1])?;
         }
-        if prepare.d_alibi_slopes != 0 {
+        if let (Some(sum_slopes), true) = (&self.sum_slopes, prepare.d_alibi_slopes != 0) {
             let per_sequence = prepare.backward.alibi_stride != 0;
-            rows(&self.sum_slopes, [heads, if per_sequence { schedule.sequences.len() } else { 1 }, 1])?;
+            rows(sum_slopes, [heads, if per_sequence { schedule.sequences.len() } else { 1 }, 1])?;
         }
         Ok(())
     }

@@ -154,7 +154,7 @@ device_struct! {
         pub(super) scale_log2: f32,
         /// The score of a pair that is not seen, before it is scaled.
         pub(super) hidden: f32,
-        /// `softcap log2 e`, and the factor of `q . k` in the exponent of its tanh: `2 log2 e scale / softcap`.
+        /// `softcap log2 e`, and the factor of `q . k` in its tanh: `scale / softcap`.
         pub(super) softcap: f32,
         pub(super) softcap_scale: f32,
         pub(super) q_heads: u32,

@@ -16,8 +16,8 @@ struct KeyLane {
     DEVICE KeyLane() : warp(uniform(threadIdx.x / 32)), lane(threadIdx.x % 32) {}
 
     // The warp's number among the warps that have its keys.
-    DEVICE u32 half() const { return COLUMN_WARPS == 1 ? 0 : warp / KEY_WARPS; }
+    DEVICE u32 column_warp() const { return COLUMN_WARPS == 1 ? 0 : warp / KEY_WARPS; }
     // The lane's first key of the block, and its first column of a tile.
     DEVICE u32 key() const { return (COLUMN_WARPS == 1 ? warp : warp % KEY_WARPS) * 16 + lane / 4; }
-    DEVICE u32 column() const { return half() * WARP_M + 2 * (lane % 4); }
+    DEVICE u32 column() const { return column_warp() * WARP_M + 2 * (lane % 4); }
 };

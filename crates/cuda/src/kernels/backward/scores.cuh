@@ -11,12 +11,12 @@ DEVICE float reciprocal_approx(float x) {
     return y;
 }
 
-// A softcap's score in units of log2: `p.softcap tanh(y)` of `p.softcap_scale x = 2 log2 e y`, and its derivative 1 - tanh^2(y), which keeps its
-// digits where the score saturates.
+// A softcap's score in units of log2, `p.softcap tanh(y)` of `y = p.softcap_scale x`, and its derivative 1 - tanh^2(y), which keeps its digits where
+// the score saturates.
 DEVICE float softcap(const BackwardParams& p, float x, float& derivative) {
-    const float half = reciprocal_approx(1 + exp2_approx(x * p.softcap_scale));
-    derivative = 4 * half * (1 - half);
-    return fmaf(-2 * p.softcap, half, p.softcap);
+    const float y = x * p.softcap_scale, a = fabsf(y), e = exp2_approx(-2 * LOG2E * a), r = reciprocal_approx(1 + e);
+    derivative = 4 * e * r * r;
+    return p.softcap * copysignf(a < TANH_FAR ? tanh_near(a) : fmaf(-2 * e, r, 1), y);
 }
 
 // Products q . k to scores in units of log2, in their place; -inf where a query does not see the key. With a softcap, `factors` are what gradients
@@ -24,7 +24,9 @@ DEVICE float softcap(const BackwardParams& p, float x, float& derivative) {
 DEVICE void score_mod(float (&s)[TILE_SCORES], u32 (&factors)[TILE_WORDS], const BackwardParams& p, const Work& work, const Step& step, i32 first_key,
                       const KeyLane& at) {
     const i32 first = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()), key = first_key + (i32)at.key();
-    const float slope = HAS_ALIBI ? alibi_slope(p, work.unit.sequence, step.query_head(p, work)) * LOG2E : 0;
+    // Scores that follow the last step are dropped: their head does not exist.
+    const u32 head = min(step.query_head(p, work), p.q_heads - 1);
+    const float slope = HAS_ALIBI ? alibi_slope(p, work.unit.sequence, head) * LOG2E : 0;
 #pragma unroll
     for (int j = 0; j < WARP_M / 8; j++) {
         float derivatives[2][2];
@@ -104,6 +106,13 @@ DEVICE void score_gradients(u32 (&d_scores)[TILE_WORDS], const u32 (&probs)[TILE
 // The sum of gradients of ALiBi's biases times distances, of a warp's pairs of one query head.
 struct DistanceSum {
     float sum = 0;
+
+    // Adds the gradient of a bias of a tile's pair, by the place of its score: register 4 j + 2 h + n.
+    DEVICE void add(float d_bias, const BackwardParams& p, const Work& work, const Step& step, i32 first_key, const KeyLane& at, int j, int h, int n) {
+        if (!HAS_ALIBI || !p.distance_sums) return;
+        const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
+        sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + (i32)at.key() + 8 * h), sum);
+    }
 
     // Stores the sum of a head, and begins the next head's. `warp` counts the warps of a unit.
     DEVICE void store(const BackwardParams& p, u32 head, u32 warp) {

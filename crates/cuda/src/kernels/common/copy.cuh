@@ -45,7 +45,7 @@ DEVICE u32 load_acquire(const u32* at) {
     return x;
 }
 
-// Reads a word without ordering, which would invalidate the first-level cache.
+// Reads a word without ordering: an acquire would invalidate the first-level cache.
 DEVICE u32 load_relaxed(const u32* at) {
     u32 x;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

@@ -102,16 +102,6 @@ DEVICE Row row_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 n)
 
 // ---- scores
 
-// tanh with an error of two units in the last place.
-DEVICE float tanh_accurate(float x) {
-    float a = fabsf(x), a2 = a * a;
-    // (tanh(a) / a - 1) / a^2 on [0, 0.55], a least-squares fit at Chebyshev points: relative error of tanh 1e-7.
-    float fit = fmaf(a2, fmaf(a2, fmaf(a2, fmaf(a2, -3.92890302e-3f, 1.94836594e-2f), -5.34950122e-2f), 1.33296296e-1f), -3.33332539e-1f);
-    float near = fmaf(a, a2 * fit, a);
-    float far = 1.f - 2.f / (1.f + exp2f(2.f * LOG2E * a));
-    return copysignf(a < 0.55f ? near : far, x);
-}
-
 // The bias of a materialised mask at a key, in units of e.
 DEVICE float mask_bias(const ForwardParams& p, u64 row, u32 j) { return mask_value(p.mask_kind, row, (u64)j * p.mask_step); }
 

@@ -22,10 +22,10 @@ typedef SwizzledTile<HEAD_DIM, BLOCK_M, 2> QTile;
 typedef SwizzledTile<VALUE_DIM, BLOCK_M, 2> DOutTile;
 // Gradients of scores, and probabilities where two warps have the same keys: a row for each key.
 typedef SwizzledTile<BLOCK_M, BLOCK_N, 2> DScoreTile;
-constexpr int STAGED = COLUMN_WARPS;
+constexpr int STAGED_TILES = COLUMN_WARPS;
 
 struct BackwardMemory {
-    u8 k[KTile::BYTES], v[VTile::BYTES], q[QTile::BYTES], d_out[DOutTile::BYTES], staged[STAGED][DScoreTile::BYTES];
+    u8 k[KTile::BYTES], v[VTile::BYTES], q[QTile::BYTES], d_out[DOutTile::BYTES], staged[STAGED_TILES][DScoreTile::BYTES];
     // `-lse` in units of log2, and delta, of each row.
     float rows[2][BLOCK_M];
 };
@@ -178,9 +178,9 @@ DEVICE void add_tile(const BackwardParams& p, const Work& work, const Step& step
         const u64 tile = step.index(p, work);
         u32* turns = (u32*)p.turns + tile;
         float4* sums = (float4*)p.d_q_sums + tile * (BLOCK_M * HEAD_DIM / 4) + threadIdx.x;
-        if (threadIdx.x == 0) wait_turn(turns, turn.place);
-        __syncthreads();
         if (turn.place > 0) {
+            if (threadIdx.x == 0) wait_turn(turns, turn.place);
+            __syncthreads();
 #pragma unroll
             for (int j = 0; j < D_Q_COLUMNS / 8; j++) {
                 const float4 sum = __ldcg(sums + j * THREADS);
@@ -208,7 +208,7 @@ DEVICE void store_gradient(const float (&c)[COLUMNS / 2], const Tensor& tensor, 
     u8* to = (u8*)tensor.at + (i64)(s.batch * tensor.batch + work.unit.kv_head * tensor.head + (s.kv_start + key) * tensor.row);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
-        const u32 column = at.half() * COLUMNS + 8 * j + 2 * (at.lane % 4);
+        const u32 column = at.column_warp() * COLUMNS + 8 * j + 2 * (at.lane % 4);
         if (column >= columns) continue;
         for (int h = 0; h < 2; h++)
             if (key + 8 * h < s.kv_rows)
@@ -236,7 +236,7 @@ struct KeyWarps {
 
     // Stores probabilities or gradients of scores, a row for each key.
     DEVICE void stage(u8* tile, const u32 (&words)[TILE_WORDS]) const {
-        const u32 to = shared_address(tile) + 4 * (at.lane % 4), first = at.half() * (WARP_M / 8);
+        const u32 to = shared_address(tile) + 4 * (at.lane % 4), first = at.column_warp() * (WARP_M / 8);
 #pragma unroll
         for (int j = 0; j < WARP_M / 8; j++)
             for (int h = 0; h < 2; h++) st_shared4(to + DScoreTile::chunk(at.key() + 8 * h, first + j), words[2 * j + h]);
@@ -246,12 +246,12 @@ struct KeyWarps {
     template <typename B, int COLUMNS>
     DEVICE void add_rows(float (&c)[COLUMNS / 2], const u32 (&words)[TILE_WORDS], const u8* staged, u32 b) const {
         const u32 rows = left_rows<DScoreTile>(shared_address(staged), at.key() - at.lane / 4);
-        add_gradient<B, COLUMNS>(c, words, rows, right_columns<B>(b), at.half() * (COLUMNS / 16));
+        add_gradient<B, COLUMNS>(c, words, rows, right_columns<B>(b), at.column_warp() * (COLUMNS / 16));
     }
 
     // The products of a step for this warp's keys. Afterwards all warps have read the tile, and stored their gradients of scores.
     DEVICE void multiply(const Step& step, DistanceSum& distances) {
-        const u32 first_key = work.first_key(0), own_row = at.key() - at.lane / 4, queries = at.half() * WARP_M;
+        const u32 first_key = work.first_key(0), own_row = at.key() - at.lane / 4, queries = at.column_warp() * WARP_M;
         const u32 q = shared_address(memory.q), d_out = shared_address(memory.d_out);
         float s[TILE_SCORES];
         u32 probs[TILE_WORDS], d_scores[TILE_WORDS];
@@ -261,14 +261,11 @@ struct KeyWarps {
         probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(0));
         row_products<VTile, DOutTile>(s, left_rows<VTile>(shared_address(memory.v), own_row),
                                       right_rows<DOutTile>(d_out) + queries * DOutTile::PANEL);
-        u8* const staged_probs = memory.staged[STAGED - 1];
+        u8* const staged_probs = memory.staged[STAGED_TILES - 1];
         if (COLUMN_WARPS > 1) stage(staged_probs, probs);
         else add_rows<DOutTile, V_COLUMNS>(d_v, probs, staged_probs, d_out);
-        score_gradients(d_scores, probs, s, terms(1), [&](float d_bias, int j, int h, int n) {
-            if (!HAS_ALIBI) return;
-            const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
-            distances.sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + at.key() + 8 * h), distances.sum);
-        });
+        score_gradients(d_scores, probs, s, terms(1),
+                        [&](float d_bias, int j, int h, int n) { distances.add(d_bias, p, work, step, first_key, at, j, h, n); });
         stage(memory.staged[0], d_scores);
         if (COLUMN_WARPS > 1) {
             __syncthreads();

@@ -5,6 +5,7 @@ mod sm80;
 mod sm90;
 
 use super::facts::CudaFacts;
+use super::launch::MAX_GRID;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::{BackwardPlan, Field, KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, Sequence};
@@ -29,12 +30,12 @@ impl NativeBackward {
         if let Some(why) = lacks(problem) {
             return Ok(Err(why));
         }
-        if Sm90Backward::lacks(problem, facts).is_none() {
+        if Sm90Backward::has(problem, facts) {
             return Ok(Ok(Self::Sm90(Sm90Backward::new(problem)?)));
         }
-        match Sm80Backward::lacks(problem, facts) {
-            Some(why) => Ok(Err(why)),
-            None => Ok(Ok(Self::Sm80(Sm80Backward::new(problem, facts)?))),
+        match Sm80Backward::tile(problem.dims(), facts) {
+            Ok(tile) => Ok(Ok(Self::Sm80(Sm80Backward::new(problem, tile)?))),
+            Err(why) => Ok(Err(why)),
         }
     }
 
@@ -66,6 +67,14 @@ impl NativeBackward {
         }
     }
 
+    /// Threads of a block.
+    pub(crate) const fn threads(&self) -> usize {
+        match self {
+            Self::Sm80(_) => sm80::THREADS,
+            Self::Sm90(_) => sm90::THREADS,
+        }
+    }
+
     /// Blocks of threads of a unit.
     pub(crate) const fn unit_blocks(&self) -> usize {
         match self {
@@ -94,6 +103,10 @@ fn lacks(problem: &Problem) -> Option<&'static str> {
         (
             !(dims.head_dim.is_multiple_of(8) && dims.value_dim.is_multiple_of(8)),
             "native backward kernels have head dimensions of multiples of 8 only",
+        ),
+        (
+            dims.q_heads.max(problem.sequences().len()) > MAX_GRID,
+            "native backward kernels have up to 65535 heads and sequences only",
         ),
         (problem.scale() == 0.0, "native backward kernels have no scale of 0"),
         (

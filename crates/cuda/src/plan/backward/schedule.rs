@@ -308,16 +308,29 @@ mod tests {
             desc(dims(1, 2, 2, 500, 3000, 128), Visibility::window(Some(100), Some(300)), QOffset::At(700)),
             // Rows that see no key, at either end.
             desc(dims(1, 1, 1, 900, 300, 64), Visibility::window(Some(10), Some(10)), QOffset::At(-200)),
+            desc(dims(1, 2, 1, 1500, 1500, 128), Visibility::causal().chunked(700), QOffset::TopLeft),
             packed,
         ]
         .map(|desc| desc.validate().unwrap())
         .into()
     }
 
-    const SHAPE: UnitShape = UnitShape { keys: 256, rows: 64, columns: 128, warps: 16 };
+    /// Units of Hopper's kernels, and of those by `mma.sync`.
+    fn shapes() -> impl Iterator<Item = UnitShape> {
+        let shapes =
+            [(256, 64, 128, 16), (256, 128, 64, 16), (128, 128, 64, 8), (128, 32, 128, 8), (64, 64, 256, 8)];
+        shapes.into_iter().map(|(keys, rows, columns, warps)| UnitShape { keys, rows, columns, warps })
+    }
 
-    fn scheduled(problem: &Problem) -> BackwardSchedule {
-        BackwardSchedule::new(problem, SHAPE).unwrap()
+    /// Every problem in units of every shape.
+    fn schedules() -> Vec<(Problem, BackwardSchedule)> {
+        let all =
+            problems().into_iter().flat_map(|problem| shapes().map(move |shape| (problem.clone(), shape)));
+        all.map(|(problem, shape)| {
+            let schedule = BackwardSchedule::new(&problem, shape).unwrap();
+            (problem, schedule)
+        })
+        .collect()
     }
 
     /// The tiles of a unit in the order of its steps, as the kernel takes them (`Step`), with one head of the group.
@@ -367,8 +380,7 @@ mod tests {
 
     #[test]
     fn units_end_and_add_in_one_order_on_any_number_of_multiprocessors() {
-        for problem in problems() {
-            let plan = scheduled(&problem);
+        for (problem, plan) in schedules() {
             let want = simulated(&plan, 1).unwrap_or_else(|stuck| panic!("{problem:?}: {stuck:?}"));
             for resident in [2, 7, 57, 66, 10_000] {
                 assert!(simulated(&plan, resident).is_ok_and(|got| got == want), "{resident} of {problem:?}");
@@ -384,8 +396,7 @@ mod tests {
 
     #[test]
     fn an_order_that_never_ends_is_found() {
-        let problem = &problems()[1];
-        let mut plan = scheduled(problem);
+        let mut plan = BackwardSchedule::new(&problems()[1], shapes().next().unwrap()).unwrap();
         plan.units.reverse();
         assert!(simulated(&plan, 4).is_err_and(|stuck| stuck.len() == 4));
     }
@@ -393,9 +404,8 @@ mod tests {
     /// Every visible pair has a step, and every key row that is stored has a unit.
     #[test]
     fn steps_cover_what_is_visible() {
-        for problem in problems() {
-            let plan = scheduled(&problem);
-            let rows = SHAPE.rows;
+        for (problem, plan) in schedules() {
+            let UnitShape { keys, rows, .. } = plan.shape;
             let mut covered = HashSet::new();
             for unit in plan.units.iter().filter(|unit| unit.kv_head == 0) {
                 covered.extend(steps(unit).map(|tile| (unit.sequence, unit.block, tile)));
@@ -403,14 +413,14 @@ mod tests {
             for (n, s) in problem.sequences().iter().enumerate() {
                 for i in 0..s.q_len {
                     for j in problem.visible(s, i) {
-                        let pair = (n as u32, (j / SHAPE.keys) as u32, (i / rows) as u32);
+                        let pair = (n as u32, (j / keys) as u32, (i / rows) as u32);
                         assert!(covered.contains(&pair), "{pair:?}");
                     }
                 }
                 let stored = plan.sequences[n].kv_rows as usize;
                 let blocks =
                     plan.units.iter().filter(|of| of.sequence == n as u32 && of.kv_head == 0).count();
-                assert_eq!(blocks, stored.div_ceil(SHAPE.keys));
+                assert_eq!(blocks, stored.div_ceil(keys));
             }
         }
     }

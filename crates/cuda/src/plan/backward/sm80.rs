@@ -9,6 +9,9 @@ use flashtile_core::problem::{Dims, Problem};
 /// Warps of a block of threads.
 const WARPS: usize = 8;
 
+/// Threads of a block.
+pub(super) const THREADS: usize = 32 * WARPS;
+
 /// Keys of a warp.
 const WARP_KEYS: usize = 16;
 
@@ -17,6 +20,13 @@ const MAX_DIM: usize = 256;
 
 /// Largest head dimension of which a warp has all columns of `d_k` and `d_v` in registers.
 const MAX_COLUMNS: usize = 128;
+
+/// A unit and the value dimension, rounded up.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sm80BackwardTile {
+    shape: UnitShape,
+    value_dim: usize,
+}
 
 /// The plan of a problem.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,24 +38,20 @@ pub(crate) struct Sm80Backward {
 }
 
 impl Sm80Backward {
-    /// Why a device or these kernels do not compute a problem, if they do not.
-    pub(super) fn lacks(problem: &Problem, facts: &CudaFacts) -> Option<&'static str> {
-        let dims = problem.dims();
+    /// The tile of a device for some head dimensions, or why there is none.
+    pub(super) fn tile(dims: &Dims, facts: &CudaFacts) -> Result<Sm80BackwardTile, &'static str> {
         if facts.capability < NATIVE_CAPABILITY {
-            return Some("native backward kernels need compute capability 8.0");
+            return Err("native backward kernels need compute capability 8.0");
         }
         if dims.head_dim.max(dims.value_dim) > MAX_DIM {
-            return Some("native backward kernels have head dimensions up to 256 only");
+            return Err("native backward kernels have head dimensions up to 256 only");
         }
-        shape(dims, facts.shared_per_block)
-            .is_none()
-            .then_some("the device has less shared memory than native backward kernels take")
+        largest(dims, facts.shared_per_block)
+            .ok_or("the device has less shared memory than native backward kernels take")
     }
 
-    pub(super) fn new(problem: &Problem, facts: &CudaFacts) -> Result<Self, Unsupported> {
-        let dims = problem.dims();
-        let (shape, value_dim) = shape(dims, facts.shared_per_block)
-            .ok_or(Unsupported::Backward { why: "the device has too little shared memory" })?;
+    pub(super) fn new(problem: &Problem, tile: Sm80BackwardTile) -> Result<Self, Unsupported> {
+        let Sm80BackwardTile { shape, value_dim } = tile;
         Ok(Self { dtype: problem.dtype(), value_dim, schedule: BackwardSchedule::new(problem, shape)? })
     }
 
@@ -75,11 +81,10 @@ pub(crate) const fn column_warps(shape: UnitShape) -> usize {
     shape.warps * WARP_KEYS / shape.keys
 }
 
-/// The largest tile that fits, and the value dimension rounded up. A warp has 16 rows and a multiple of 16 columns of a tile of `d_q`.
-fn shape(dims: &Dims, shared_per_block: usize) -> Option<(UnitShape, usize)> {
-    let widest = dims.head_dim.max(dims.value_dim);
-    let (keys, tile_rows): (usize, &[usize]) = match widest {
-        0..=64 => (128, &[128, 64]),
+/// The largest tile that fits. A warp has 16 rows and a multiple of 16 columns of a tile of `d_q`.
+fn largest(dims: &Dims, shared_per_block: usize) -> Option<Sm80BackwardTile> {
+    let (keys, tile_rows): (usize, &[usize]) = match dims.head_dim.max(dims.value_dim) {
+        0..=64 => (128, &[128]),
         65..=MAX_COLUMNS => (128, &[64, 32]),
         _ => (64, &[64]),
     };
@@ -88,6 +93,6 @@ fn shape(dims: &Dims, shared_per_block: usize) -> Option<(UnitShape, usize)> {
         let columns = dims.head_dim.next_multiple_of(32.max(16 * d_q_warps));
         let value_dim = dims.value_dim.next_multiple_of(32);
         let shape = UnitShape { keys, rows, columns, warps: WARPS };
-        (shared_bytes(shape, value_dim) <= shared_per_block).then_some((shape, value_dim))
+        (shared_bytes(shape, value_dim) <= shared_per_block).then_some(Sm80BackwardTile { shape, value_dim })
     })
 }

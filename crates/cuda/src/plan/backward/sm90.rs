@@ -9,6 +9,9 @@ use flashtile_core::problem::Problem;
 /// Keys of a cluster of two blocks of threads.
 pub(crate) const CLUSTER_KEYS: usize = 256;
 
+/// Threads of a block: three warpgroups that multiply and one that copies.
+pub(super) const THREADS: usize = 512;
+
 /// Largest head dimension.
 const MAX_DIM: usize = 128;
 
@@ -26,20 +29,12 @@ pub(crate) struct Sm90Backward {
 }
 
 impl Sm90Backward {
-    /// Why a device or these kernels do not compute a problem, if they do not.
-    pub(super) fn lacks(problem: &Problem, facts: &CudaFacts) -> Option<&'static str> {
+    /// True if a device has these kernels, and they have the problem's head dimensions.
+    pub(super) fn has(problem: &Problem, facts: &CudaFacts) -> bool {
         let dims = problem.dims();
-        let reasons = [
-            (
-                !facts.wgmma || facts.shared_per_block < MAX_SHARED_BYTES,
-                "they are for compute capability 9.0",
-            ),
-            (
-                dims.head_dim.max(dims.value_dim) > MAX_DIM,
-                "native backward kernels have head dimensions up to 128 only",
-            ),
-        ];
-        reasons.into_iter().find(|(is_so, _)| *is_so).map(|(_, why)| why)
+        facts.wgmma
+            && facts.shared_per_block >= MAX_SHARED_BYTES
+            && dims.head_dim.max(dims.value_dim) <= MAX_DIM
     }
 
     pub(crate) fn new(problem: &Problem) -> Result<Self, Unsupported> {

@@ -111,11 +111,7 @@ struct KeyGroup {
         RingStage<STAGES> stage;
         u32 turn_parity = 1;
         DistanceSum distances;
-        auto add_bias = [&](float d_bias, int j, int h, int n) {
-            if (!HAS_ALIBI) return;
-            const i32 position = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()) + 8 * j + n;
-            distances.sum = fmaf(d_bias, alibi_distance(p, work.sequence, position, first_key + at.key() + 8 * h), distances.sum);
-        };
+        auto add_bias = [&](float d_bias, int j, int h, int n) { distances.add(d_bias, p, work, step, first_key, at, j, h, n); };
         auto make_probs = [&](u32 slot) {
             if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
             else hide_scores(s, p, work, step.tile, first_key, at);
