@@ -37,13 +37,14 @@ awk -v load="$load" 'BEGIN { exit load > 0.5 }' ||
 : > "$out/peers.jsonl"
 if [ -n "$peers" ]; then
     python3 "$here/peers/run.py" "$out" --only "$peers" --cpus "$cpus" --seconds "$seconds" "${few[@]}" || [ -s "$out/missing.txt" ]
-    # PyTorch alone has a backward pass.
-    case ",$peers," in *,torch,*)
-        python3 "$here/peers/run.py" "$out/backward" --only torch --cpus "$cpus" --seconds "$seconds" --head-dim "$dims" backward ||
+    # PyTorch and candle have a backward pass.
+    trained=$(tr , '\n' <<< "$peers" | { grep -xE 'torch|candle' || true; } | paste -sd,)
+    if [ -n "$trained" ]; then
+        python3 "$here/peers/run.py" "$out/backward" --only "$trained" --cpus "$cpus" --seconds "$seconds" --head-dim "$dims" backward ||
             [ -s "$out/backward/missing.txt" ]
         cat "$out/backward/peers.jsonl" >> "$out/peers.jsonl"
-        cat "$out/backward/missing.txt" >> "$out/missing.txt" ;;
-    esac
+        cat "$out/backward/missing.txt" >> "$out/missing.txt"
+    fi
 fi
 
 cp "$out/peers.jsonl" "$out/rows.jsonl"

@@ -11,7 +11,7 @@ import dataclasses
 import json
 
 FORWARD = ("prefill", "small", "decode")
-# Few peers have a backward pass, and candle's program knows none: its rows are measured where the group is named.
+# Few peers have a backward pass: its rows are measured where the group is named.
 GROUPS = (*FORWARD, "backward")
 DTYPES = ("f32", "f16", "bf16")
 

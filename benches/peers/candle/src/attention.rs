@@ -1,7 +1,7 @@
 //! The two ways in which candle computes attention.
 
 use crate::Problem;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::attention::{AttnMask, flash_attn};
 use half::{bf16, f16};
 
@@ -28,6 +28,7 @@ impl Kind {
     /// Why candle cannot compute a problem.
     pub fn refuses(self, problem: &Problem) -> Option<&'static str> {
         match self {
+            Self::Flash if problem.is_backward() => Some("flash_attn has no backward pass"),
             Self::Flash if problem.b > 1 && problem.dtype == "bf16" => {
                 Some("flash_attn has no batches of bf16")
             }
@@ -49,11 +50,19 @@ pub struct Call {
     causal: Option<usize>,
     /// The additive mask of the scores, `[rows, s]`.
     mask: Option<Tensor>,
+    /// The graph of a backward pass.
+    graph: Option<Graph>,
+}
+
+/// Queries, keys and values, and the scalar `sum(out * d_out)`, whose gradients are theirs.
+struct Graph {
+    leaves: [Var; 3],
+    loss: Tensor,
 }
 
 impl Call {
-    /// From queries, keys and values `[b, heads, rows, d]`.
-    pub fn new(kind: Kind, problem: &Problem, [q, k, v]: [Tensor; 3]) -> Result<Self> {
+    /// From queries, keys, values and gradients of the output, `[b, heads, rows, d]`.
+    pub fn new(kind: Kind, problem: &Problem, [q, k, v, d_out]: [Tensor; 4]) -> Result<Self> {
         let arrange = |x: Tensor| match kind {
             Kind::Flash => x.transpose(1, 2)?.contiguous(),
             Kind::Matmul => Ok(x),
@@ -66,7 +75,13 @@ impl Call {
         } else {
             None
         };
-        Ok(Self {
+        let leaves = problem.is_backward().then(|| {
+            Ok::<_, candle_core::Error>([Var::from_tensor(&q)?, Var::from_tensor(&k)?, Var::from_tensor(&v)?])
+        });
+        let leaves = leaves.transpose()?;
+        let [q, k, v] =
+            leaves.as_ref().map_or([q, k, v], |leaves| leaves.each_ref().map(|of| of.as_tensor().clone()));
+        let mut call = Self {
             kind,
             q: arrange(q)?,
             k: arrange(k)?,
@@ -75,15 +90,28 @@ impl Call {
             group: problem.h / problem.hkv,
             causal: (problem.causal || rows == 1).then_some(s - rows),
             mask,
-        })
+            graph: None,
+        };
+        if let Some(leaves) = leaves {
+            let loss = (call.matmul()? * d_out)?.sum_all()?;
+            call.graph = Some(Graph { leaves, loss });
+        }
+        Ok(call)
     }
 
-    /// The answer, `[b, h, rows, d]`.
-    pub fn run(&self) -> Result<Tensor> {
-        match self.kind {
+    /// The answer, `[b, h, rows, d]`, or the gradients of queries, keys and values.
+    pub fn run(&self) -> Result<Vec<Tensor>> {
+        if let Some(Graph { leaves, loss }) = &self.graph {
+            let gradients = loss.backward()?;
+            let of = |leaf: &Var| {
+                gradients.get(leaf).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))
+            };
+            return leaves.iter().map(of).collect();
+        }
+        Ok(vec![match self.kind {
             Kind::Flash => self.flash(),
             Kind::Matmul => self.matmul(),
-        }
+        }?])
     }
 
     fn flash(&self) -> Result<Tensor> {
@@ -104,7 +132,12 @@ impl Call {
             None => scores,
         };
         // The softmax of half-precision scores sums in their dtype: rows of bf16 sum to 1.7.
-        let probs = candle_nn::ops::softmax_last_dim(&scores.to_dtype(DType::F32)?)?;
+        let scores = scores.to_dtype(DType::F32)?;
+        let probs = if scores.track_op() {
+            candle_nn::ops::softmax(&scores, D::Minus1)?
+        } else {
+            candle_nn::ops::softmax_last_dim(&scores)?
+        };
         probs.to_dtype(v.dtype())?.matmul(&v)
     }
 

@@ -9,6 +9,8 @@
 //! - `candle flash`: `candle_nn::attention::flash_attn`; a decode row is causal at the last position, as in candle's models;
 //! - `candle matmul`: matmul, `softmax_last_dim`, matmul; key/value heads of GQA are repeated, causality is a mask that is added.
 //!
+//! A backward row is the time of candle's autograd alone, over the graph of `candle matmul`, whose softmax there is the differentiable one.
+//!
 //! All answers are checked, on small problems, before the first row is measured.
 
 mod attention;
@@ -57,6 +59,10 @@ impl Problem {
         if self.kind == "decode" { 1 } else { self.s }
     }
 
+    fn is_backward(&self) -> bool {
+        self.kind == "backward"
+    }
+
     fn dtype(&self) -> Result<DType> {
         match self.dtype.as_str() {
             "f32" => Ok(DType::F32),
@@ -71,8 +77,8 @@ impl Problem {
         Self { s: if self.kind == "decode" { 700 } else { 150 }, ..self.clone() }
     }
 
-    /// Normally distributed queries, keys and values, `[b, heads, rows, d]`.
-    fn inputs(&self, seed: u64) -> Result<[Tensor; 3]> {
+    /// Normally distributed queries, keys, values and gradients of the output, `[b, heads, rows, d]`.
+    fn inputs(&self, seed: u64) -> Result<[Tensor; 4]> {
         let mut random = SmallRng::seed_from_u64(seed);
         let mut of = |heads, rows| {
             let shape = (self.b, heads, rows, self.d);
@@ -80,7 +86,7 @@ impl Problem {
                 (&mut random).sample_iter(StandardNormal).take(self.b * heads * rows * self.d).collect();
             Tensor::from_vec(normal, shape, &Device::Cpu)?.to_dtype(self.dtype()?)
         };
-        Ok([of(self.h, self.rows())?, of(self.hkv, self.s)?, of(self.hkv, self.s)?])
+        Ok([of(self.h, self.rows())?, of(self.hkv, self.s)?, of(self.hkv, self.s)?, of(self.h, self.rows())?])
     }
 }
 
