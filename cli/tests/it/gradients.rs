@@ -316,8 +316,10 @@ fn plans_of_the_backward_pass() {
         text.lines().find(|line| line.starts_with("backward ")).unwrap().to_owned()
     };
     assert!(of_h200(&[]).starts_with("backward   cuda-backward-bf16-d64-wgmma128x256: "), "{}", of_h200(&[]));
-    let why = "(native backward kernels have no softcap)";
-    assert!(of_h200(&["--softcap", "30"]).contains(why), "{}", of_h200(&["--softcap", "30"]));
+    let softcap = of_h200(&["--softcap", "30"]);
+    assert!(softcap.starts_with("backward   cuda-backward-bf16-d64-wgmma128x256-softcap: "), "{softcap}");
+    let (scale, why) = (of_h200(&["--scale", "0"]), "(native backward kernels have no scale of 0)");
+    assert!(scale.contains(why), "{scale}");
     let native = flashtile(with(&shape, &["--device", "h200", "--kernels", "native"]));
     assert_refused(
         &native,
