@@ -38,7 +38,7 @@ static void fail(const char* what) {
 
 struct Block;
 
-// A copy by cp.async that the thread has not waited for, and its group.
+// A pending cp.async: the thread has not waited for its group.
 struct CpAsync {
     u32 to;
     const void* from;
@@ -76,7 +76,7 @@ struct MBarrier {
     u64 phase;
 };
 
-// A copy that has not arrived.
+// A copy in flight.
 struct Flight {
     std::function<void()> land;
     int rounds;

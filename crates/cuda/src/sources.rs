@@ -300,7 +300,7 @@ impl Source {
 
     /// The terms of query rows that [`Source::backward`] reads, and sums over rows.
     pub(super) fn backward_prepare(plan: &NativeBackward) -> Self {
-        // Of the wider of q and out.
+        // The wider of q and out decides how many lanes read a row.
         let columns = match plan {
             NativeBackward::Sm80(plan) => plan.schedule.shape.columns.max(plan.value_dim),
             NativeBackward::Sm90(plan) => plan.schedule.shape.columns,

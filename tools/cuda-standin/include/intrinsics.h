@@ -28,7 +28,7 @@ struct TmaBox {
 };
 
 extern "C" {
-// Of the block that runs.
+// The block that runs, and its shared memory.
 extern unsigned char* standin_shared;
 extern Index3 standin_block, standin_block_dim, standin_grid;
 // Blocks of a cluster.

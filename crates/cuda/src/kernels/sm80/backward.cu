@@ -1,7 +1,8 @@
 // The backward pass of attention by mma.sync: d_q, d_k and d_v in five products, with the same bits in every run.
 //
 // A block of threads has BLOCK_N keys of a key/value head and goes through the tiles of query rows that see them. Each warp has 16 keys, or each two
-// warps where rows are long (lanes.cuh). d_k and d_v stay in registers. Each tile of d_q is added to sums in memory, in turn: steps.cuh has the order. A step computes
+// warps where rows are long (lanes.cuh). d_k and d_v stay in registers. Each tile of d_q is added to sums in memory, in turn: steps.cuh has the
+// order. A step computes
 //
 //   S = K Q^T,  P = exp(scale S - lse)
 //   dP = V dO^T,  dV += P dO

@@ -164,7 +164,7 @@ impl BackwardSchedule {
         let UnitShape { rows, columns, warps, .. } = self.shape;
         let sums = 4 * rows * columns * self.tiles;
         let rows = 4 * self.tiles * rows;
-        // Of each warp and query head of a unit.
+        // A sum for each warp and query head of each unit.
         let distances = 4 * warps * self.gqa_group * self.units.len();
         BackwardRegions {
             units: region(size_of_val(&*self.units)),
