@@ -229,3 +229,28 @@ impl fmt::Display for CudaBackwardPlan {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::machines::ALL_CUDA;
+    use flashtile_core::problem::{Dims, ProblemDesc};
+
+    #[test]
+    fn blocks_fit_shared_memory() {
+        let mut native = 0;
+        for (head_dim, value_dim) in [(32, 32), (64, 64), (96, 40), (128, 128), (192, 128), (256, 256)] {
+            let dims =
+                Dims { batch: 1, q_heads: 2, kv_heads: 1, q_len: 300, kv_len: 300, head_dim, value_dim };
+            let problem = ProblemDesc::new(dims, Dtype::BF16).validate().unwrap();
+            for (machine, facts) in ALL_CUDA {
+                let plan = CudaBackwardPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
+                let Some(plan) = plan.native() else { continue };
+                assert!(plan.shared_bytes() <= facts.shared_per_block, "{} on {machine}", plan.kernel());
+                native += 1;
+            }
+        }
+        // Five machines of capability 8.0 and later; the one with the least shared memory has none for 256 columns.
+        assert_eq!(native, 29);
+    }
+}
