@@ -298,14 +298,14 @@ impl Native {
         };
         let (schedule, dims) = (plan.schedule(), of.problem().dims());
         let (scratch, regions) = (self.scratch.address(), schedule.regions());
-        let mut backward = self.backward_params(of, plan, &tensors);
-        backward.alibi_slopes = optional("alibi_slopes", inputs.alibi_slopes)?;
-        backward.alibi_stride =
-            alibi_stride(inputs.alibi_slopes.map_or(0, |list| list.len()), dims.q_heads) as u32;
         let d_alibi_slopes = written("d_alibi_slopes", &gradients.d_alibi_slopes)?;
-        if d_alibi_slopes != 0 {
-            backward.distance_sums = scratch + regions.distance_sums as u64;
-        }
+        let slopes = inputs.alibi_slopes.map_or(0, |list| list.len());
+        let backward = BackwardParams {
+            alibi_slopes: optional("alibi_slopes", inputs.alibi_slopes)?,
+            alibi_stride: alibi_stride(slopes, dims.q_heads) as u32,
+            distance_sums: if d_alibi_slopes == 0 { 0 } else { scratch + regions.distance_sums as u64 },
+            ..self.backward_params(of, plan, &tensors)
+        };
         let main = match plan {
             NativeBackward::Sm80(_) => {
                 tensors.sm80(backward, dims.value_dim).map(|params| MainParams::Sm80(Box::new(params)))
@@ -354,8 +354,6 @@ impl Native {
             delta: at(regions.delta),
             turns: at(regions.turns),
             d_q_sums: at(regions.d_q_sums),
-            alibi_slopes: 0,
-            distance_sums: 0,
             scale,
             scale_log2: scale * LOG2_E,
             hidden: if scale < 0.0 { f32::INFINITY } else { f32::NEG_INFINITY },
@@ -369,8 +367,8 @@ impl Native {
             right: schedule.window[1],
             // A chunk that holds every position is as good as a longer one.
             chunk: desc.visibility.chunk().map_or(1, |chunk| chunk.min(1 << 30) as i32),
-            alibi_stride: 0,
-            unused: 0,
+            // ALiBi is the run's.
+            ..BackwardParams::default()
         }
     }
 

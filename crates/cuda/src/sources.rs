@@ -56,7 +56,7 @@ const SM90_BACKWARD_MEMORY: &str = include_str!("kernels/sm90/backward/memory.cu
 const BACKWARD_STEPS: &str = include_str!("kernels/backward/steps.cuh");
 const SM90_BACKWARD_COPIES: &str = include_str!("kernels/sm90/backward/copies.cuh");
 const SM90_BACKWARD_D_Q: &str = include_str!("kernels/sm90/backward/d_q.cuh");
-const BACKWARD_VISIBLE: &str = include_str!("kernels/backward/visible.cuh");
+const BACKWARD_SEQUENCE: &str = include_str!("kernels/backward/sequence.cuh");
 const BACKWARD_LANES: &str = include_str!("kernels/backward/lanes.cuh");
 const BACKWARD_SCORES: &str = include_str!("kernels/backward/scores.cuh");
 const SM90_BACKWARD_KEYS: &str = include_str!("kernels/sm90/backward/keys.cuh");
@@ -106,8 +106,8 @@ impl Family {
                 vec![
                     COPY,
                     MMA,
+                    BACKWARD_SEQUENCE,
                     BACKWARD_STEPS,
-                    BACKWARD_VISIBLE,
                     BACKWARD_LANES,
                     TANH,
                     BACKWARD_SCORES,
@@ -121,8 +121,8 @@ impl Family {
                 TMA,
                 SM90_CLUSTER,
                 SM90_BACKWARD_MEMORY,
+                BACKWARD_SEQUENCE,
                 BACKWARD_STEPS,
-                BACKWARD_VISIBLE,
                 BACKWARD_LANES,
                 TANH,
                 BACKWARD_SCORES,
@@ -131,7 +131,7 @@ impl Family {
                 SM90_BACKWARD_KEYS,
                 SM90_BACKWARD,
             ],
-            Self::BackwardPrepare => vec![BACKWARD_VISIBLE, BACKWARD_PREPARE],
+            Self::BackwardPrepare => vec![BACKWARD_SEQUENCE, BACKWARD_PREPARE],
             Self::MaskTiles => vec![MASK_TILES],
             Self::Limits => vec![MMA, LIMITS],
             Self::Sm90Limits => vec![COPY, WGMMA, SM90_LIMITS],

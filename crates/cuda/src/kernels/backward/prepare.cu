@@ -31,7 +31,9 @@ DEVICE float sink_term(float sink, float lse, float delta) {
 // The sum of a value of each thread of a block, in one order; for thread 0.
 DEVICE float block_sum(float x) {
     __shared__ float sums[PREPARE_THREADS / 32];
-    for (u32 step = 16; step; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+    x = warp_sum(x);
+    // All threads have read the sums of an earlier call.
+    __syncthreads();
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
     __syncthreads();
     float sum = 0;
@@ -42,10 +44,8 @@ DEVICE float block_sum(float x) {
 // The sum of a list's tiles of a head and sequence, of which this thread takes some.
 DEVICE float tile_sum(const BackwardParams& p, u64 list, u32 sequence, u32 head) {
     const BackwardSequence s = ((const BackwardSequence*)p.sequences)[sequence];
-    const u32 tiles = (s.q_len + BLOCK_M - 1) / BLOCK_M;
-    const float* terms = (const float*)list + (u64)s.tiles_before * p.q_heads + head * tiles;
     float sum = 0;
-    for (u32 tile = threadIdx.x; tile < tiles; tile += PREPARE_THREADS) sum += terms[tile];
+    for (u32 tile = threadIdx.x; tile < tile_count(s); tile += PREPARE_THREADS) sum += ((const float*)list)[tile_index(p, s, head, tile)];
     return sum;
 }
 
@@ -79,9 +79,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare(const __gr
     const BackwardParams& p = more.backward;
     const u32 tile = blockIdx.x, head = blockIdx.y;
     const BackwardSequence s = ((const BackwardSequence*)p.sequences)[blockIdx.z];
-    const u32 tiles = (s.q_len + BLOCK_M - 1) / BLOCK_M;
-    if (tile >= tiles) return;
-    const u64 index = (u64)s.tiles_before * p.q_heads + head * tiles + tile;
+    if (tile >= tile_count(s)) return;
+    const u64 index = tile_index(p, s, head, tile);
     const u32 units = ((const BackwardTileUnits*)p.tile_units)[s.tiles_before + tile].count;
     if (threadIdx.x == 0) ((u32*)p.turns)[index] = 0;
     float sinks = 0, shifts = 0;
@@ -121,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare(const __gr
         if (threadIdx.x == 0) ((float*)more.sink_terms)[index] = sinks;
     }
     if (more.d_alibi_slopes) {
-        __syncthreads();
         shifts = block_sum(shifts);
         if (threadIdx.x == 0) ((float*)more.shift_terms)[index] = shifts;
     }

@@ -24,9 +24,7 @@ DEVICE float softcap(const BackwardParams& p, float x, float& derivative) {
 DEVICE void score_mod(float (&s)[TILE_SCORES], u32 (&factors)[TILE_WORDS], const BackwardParams& p, const Work& work, const Step& step, i32 first_key,
                       const KeyLane& at) {
     const i32 first = work.sequence.offset + (i32)(step.tile * BLOCK_M + at.column()), key = first_key + (i32)at.key();
-    // Scores that follow the last step are dropped: their head does not exist.
-    const u32 head = min(step.query_head(p, work), p.q_heads - 1);
-    const float slope = HAS_ALIBI ? alibi_slope(p, work.unit.sequence, head) * LOG2E : 0;
+    const float slope = HAS_ALIBI ? alibi_slope(p, work.unit.sequence, step.query_head(p, work)) * LOG2E : 0;
 #pragma unroll
     for (int j = 0; j < WARP_M / 8; j++) {
         float derivatives[2][2];
@@ -83,6 +81,14 @@ DEVICE void probabilities(u32 (&probs)[TILE_WORDS], const float (&s)[TILE_SCORES
     }
 }
 
+// Products q . k of a tile, in their place scores, to probabilities; `factors` as score_mod has them.
+DEVICE void score_probabilities(u32 (&probs)[TILE_WORDS], float (&s)[TILE_SCORES], u32 (&factors)[TILE_WORDS], const BackwardParams& p,
+                                const Work& work, const Step& step, u32 first_key, const KeyLane& at, u32 neg_lse) {
+    if constexpr (HAS_SCORE_MOD) score_mod(s, factors, p, work, step, first_key, at);
+    else hide_scores(s, p, work, step.tile, first_key, at);
+    probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, neg_lse);
+}
+
 // P (dP - delta) of a tile, times the factors that `d_scores` holds where there is a softcap, rounded. Probabilities have the factor PROB_SCALE, and
 // deltas its inverse. `add_bias(gradient, j, h, n)` gets each gradient of a bias.
 template <typename AddBias>
@@ -117,7 +123,7 @@ struct DistanceSum {
     // Stores the sum of a head, and begins the next head's. `warp` counts the warps of a unit.
     DEVICE void store(const BackwardParams& p, u32 head, u32 warp) {
         if (!p.distance_sums) return;
-        for (u32 step = 16; step; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        sum = warp_sum(sum);
         const u32 unit = blockIdx.x / UNIT_BLOCKS;
         if (threadIdx.x % 32 == 0) ((float*)p.distance_sums)[(u64)(unit * p.group + head) * UNIT_WARPS + warp] = sum;
         sum = 0;

@@ -1,10 +1,18 @@
-// Which keys a query position sees, and ALiBi's biases.
+// Tiles of a sequence's query rows, which keys a query position sees, and ALiBi's biases.
 //
 // Constants of all kernels of the backward pass, which the host prints: DTYPE; BLOCK_M, BLOCK_N and UNIT_BLOCKS (steps.cuh); UNIT_WARPS, the warps of a unit
 // that have keys; COLUMN_WARPS (lanes.cuh); HAS_SOFTCAP, HAS_ALIBI
 // and HAS_CHUNKS, without any of which scores stay products q . k until exp2, as in forward.
 
 constexpr bool HAS_SCORE_MOD = HAS_SOFTCAP || HAS_ALIBI || HAS_CHUNKS;
+
+// Tiles of a head's query rows.
+DEVICE u32 tile_count(const BackwardSequence& s) { return (s.q_len + BLOCK_M - 1) / BLOCK_M; }
+
+// The number of a head's tile among the tiles of all heads and sequences.
+DEVICE u64 tile_index(const BackwardParams& p, const BackwardSequence& s, u32 head, u32 tile) {
+    return (u64)s.tiles_before * p.q_heads + head * tile_count(s) + tile;
+}
 
 // Keys from `first` to `last`; none where `last < first`.
 struct VisibleKeys {

@@ -10,13 +10,12 @@ constexpr u32 UNIT_KEYS = UNIT_BLOCKS * BLOCK_N;
 struct Work {
     BackwardUnit unit;
     BackwardSequence sequence;
-    // The head's tiles of query rows, and the steps of the unit.
-    u32 tiles, steps;
+    // The steps of the unit.
+    u32 steps;
 
     DEVICE explicit Work(const BackwardParams& p) {
         unit = ((const BackwardUnit*)p.units)[blockIdx.x / UNIT_BLOCKS];
         sequence = ((const BackwardSequence*)p.sequences)[unit.sequence];
-        tiles = (sequence.q_len + BLOCK_M - 1) / BLOCK_M;
         steps = (unit.end_tile - unit.first_tile) * p.group;
     }
 
@@ -43,9 +42,7 @@ struct Step {
     DEVICE u32 query_head(const BackwardParams& p, const Work& work) const { return work.unit.kv_head * p.group + head; }
 
     // The number of the tile among the tiles of all heads and sequences.
-    DEVICE u64 index(const BackwardParams& p, const Work& work) const {
-        return (u64)work.sequence.tiles_before * p.q_heads + query_head(p, work) * work.tiles + tile;
-    }
+    DEVICE u64 index(const BackwardParams& p, const Work& work) const { return tile_index(p, work.sequence, query_head(p, work), tile); }
 };
 
 // The place of a unit among those that add to a tile.

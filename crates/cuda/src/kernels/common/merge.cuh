@@ -111,7 +111,7 @@ DEVICE PartialRow merge_row(const ForwardParams& p, u32 first, u32 count, u32 ro
         float shift = max == -INF ? 0.f : max, old_factor = exp2_approx(sum.row_max - shift), factor = exp2_approx(row_max - shift);
         row_sum *= factor;
 #pragma unroll
-        for (int i = 16; i; i /= 2) row_sum += __shfl_xor_sync(ALL_LANES, row_sum, i);
+        row_sum = warp_sum(row_sum);
         sum.row_max = max;
         sum.row_sum = fmaf(sum.row_sum, old_factor, row_sum);
         sum.out.x *= old_factor, sum.out.y *= old_factor, sum.out.z *= old_factor, sum.out.w *= old_factor;

@@ -132,6 +132,13 @@ DEVICE u32 zero_nonfinite(u32 x) {
 // the warp.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
+// The sum of a value of each lane, in all lanes, in one order.
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+    return x;
+}
+
 // Hides the value of `x` from the compiler: code that rarely runs computes its addresses from the result when
 // it runs, and keeps no address in registers before.
 DEVICE u32 opaque(u32 x) {

@@ -257,9 +257,7 @@ struct KeyWarps {
         float s[TILE_SCORES];
         u32 probs[TILE_WORDS], d_scores[TILE_WORDS];
         row_products<KTile, QTile>(s, left_rows<KTile>(shared_address(memory.k), own_row), right_rows<QTile>(q) + queries * QTile::PANEL);
-        if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
-        else hide_scores(s, p, work, step.tile, first_key, at);
-        probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(0));
+        score_probabilities(probs, s, d_scores, p, work, step, first_key, at, terms(0));
         row_products<VTile, DOutTile>(s, left_rows<VTile>(shared_address(memory.v), own_row),
                                       right_rows<DOutTile>(d_out) + queries * DOutTile::PANEL);
         u8* const staged_probs = memory.staged[STAGED_TILES - 1];

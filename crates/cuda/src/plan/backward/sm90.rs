@@ -7,7 +7,7 @@ use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
 /// Keys of a cluster of two blocks of threads.
-pub(crate) const CLUSTER_KEYS: usize = 256;
+const CLUSTER_KEYS: usize = 256;
 
 /// Threads of a block: three warpgroups that multiply and one that copies.
 pub(super) const THREADS: usize = 512;
@@ -16,7 +16,7 @@ pub(super) const THREADS: usize = 512;
 const MAX_DIM: usize = 128;
 
 /// Elements of a tile of `d_q`, whatever its columns.
-pub(crate) const TILE_ELEMENTS: usize = 8192;
+const TILE_ELEMENTS: usize = 8192;
 
 /// Bytes of shared memory that a block of threads takes at most.
 const MAX_SHARED_BYTES: usize = 227 << 10;

@@ -112,11 +112,7 @@ struct KeyGroup {
         u32 turn_parity = 1;
         DistanceSum distances;
         auto add_bias = [&](float d_bias, int j, int h, int n) { distances.add(d_bias, p, work, step, first_key, at, j, h, n); };
-        auto make_probs = [&](u32 slot) {
-            if constexpr (HAS_SCORE_MOD) score_mod(s, d_scores, p, work, step, first_key, at);
-            else hide_scores(s, p, work, step.tile, first_key, at);
-            probabilities(probs, s, HAS_SCORE_MOD ? 1.f : p.scale_log2, terms(slot, 0));
-        };
+        auto make_probs = [&](u32 slot) { score_probabilities(probs, s, d_scores, p, work, step, first_key, at, terms(slot, 0)); };
         stage.wait_full(shared_address(memory.q_full));
         row_products(s, own(memory.k), shared_address(memory.q[0]));
         wgmma_wait<0>();
@@ -141,14 +137,13 @@ struct KeyGroup {
             wgmma_wait<0>();
             pin_registers(d_v), pin_registers(probs), pin_registers(d_k), pin_registers(d_scores);
             stage.advance();
-            if (n + 1 < work.steps) stage.wait_full(shared_address(memory.q_full));
-            // After the last step: of whatever is there, dropped.
+            // After the last step: of that step and whatever is there, dropped.
+            if (n + 1 < work.steps) stage.wait_full(shared_address(memory.q_full)), step.advance(p, work);
             row_products(s, own(memory.k), shared_address(memory.q[stage.stage()]));
             release(memory.d_out_empty, slot);
             wgmma_wait<0>();
             pin_registers(s);
             release(memory.q_empty, slot);
-            step.advance(p, work);
             make_probs(stage.stage());
         }
     }
